@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pagedjax as pj
@@ -74,8 +75,6 @@ def run_generate(options: GenerateOptions) -> None:
     loaded = _load(options)
     load_seconds = time.perf_counter() - began
 
-    from pagedjax.nnx import functional
-
     config, tokenizer = loaded.config, loaded.tokenizer
     prompts = [encode_prompt(p, tokenizer, config.vocab_size) for p in given]
     plan = make_plan(
@@ -88,16 +87,7 @@ def run_generate(options: GenerateOptions) -> None:
         batch_size=options.batch_size,
         context=config.max_seq_len,
     )
-    apply, params = functional(loaded.model)
-    model = pj.PagedModel(
-        apply,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_seq_len=config.max_seq_len,
-        kv_dtype=loaded.model.embed.dtype.name,
-    )
+    model, params = loaded.model.paged()
     seed = secrets.randbits(31) if options.seed is None else options.seed
     job = _Job(options, plan, model, params, tokenizer, prompts, seed)
     report = Report(model, plan, options, seed, load_seconds)
@@ -115,7 +105,7 @@ def use_compilation_cache() -> None:
     where there is one, is left alone.
     """
     folder = compilation_cache_dir()
-    if folder is None or jax.config.jax_compilation_cache_dir:
+    if folder is None or jax.config.values["jax_compilation_cache_dir"]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,6 +182,7 @@ def _run(job: _Job, report: Report) -> None:
 
 def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
     plan, options = job.plan, job.options
+    ends = sorted(job.tokenizer.eos_ids)
     prompts = np.zeros((plan.rows, plan.length), np.int32)
     lens, seeds = np.zeros((2, plan.rows), np.int32)
     for row, index in enumerate(batch):
@@ -201,16 +192,17 @@ def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
     return pj.start_generation(
         job.model,
         job.params,
-        prompts,
-        lens,
+        jnp.asarray(prompts),
+        jnp.asarray(lens),
         jax.random.key(job.seed),
         max_new_tokens=plan.max_new_tokens,
         num_samples=options.n,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        eos_ids=() if options.ignore_eos else sorted(job.tokenizer.eos_ids),
-        seeds=seeds,
+        # As many that never come instead: no other program for --ignore-eos.
+        eos_ids=[-1] * len(ends) if options.ignore_eos else ends,
+        seeds=jnp.asarray(seeds),
         page_size=options.page_size,
         num_pages=plan.num_pages,
         chunk_size=plan.chunk_size,
