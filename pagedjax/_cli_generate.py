@@ -70,6 +70,10 @@ def run_generate(options: GenerateOptions) -> None:
       CommandError: something the user can change.
     """
     given = read_prompts(options)  # before the model: bad prompts are found at once
+    try:
+        jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+        raise CommandError(str(error).splitlines()[0]) from error
     use_compilation_cache()
     began = time.perf_counter()
     loaded = _load(options)
@@ -210,7 +214,7 @@ def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
 
 
 def _compile(job: _Job) -> float:
-    """Runs both programs on a batch without prompts; gives the seconds it took.
+    """Runs the programs on a batch without prompts; gives the seconds it took.
 
     There is nothing to compute for such a batch, so that is the time to compile
     them or to fetch them from the cache.
@@ -218,7 +222,7 @@ def _compile(job: _Job) -> float:
     began = time.perf_counter()
     state = _start(job, [])
     state = pj.continue_generation(job.model, job.params, state, num_steps=1)
-    jax.block_until_ready(state.status)
+    jax.block_until_ready(pj.finish_generation(state))
     return time.perf_counter() - began
 
 
@@ -257,11 +261,12 @@ class _Printer:
         self._done = 0
 
     def __call__(self, out: pj.Generation) -> None:
-        length = int(out.lengths[0, 0])
-        tokens = np.asarray(out.tokens[0, 0])[self._done : length].tolist()
+        # On the host: indexing a device array is a program to compile and to run.
+        length = int(np.asarray(out.lengths)[0, 0])
+        tokens = np.asarray(out.tokens)[0, 0, self._done : length].tolist()
         self._done = length
         text = "".join([self._stream.push(token) for token in tokens])
-        if int(out.status[0, 0]) != pj.Status.RUNNING:
+        if np.asarray(out.status)[0, 0] != pj.Status.RUNNING:
             text += self._stream.finish() + "\n"
         _write(text)
 
