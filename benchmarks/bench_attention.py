@@ -137,12 +137,27 @@ def measure(
 
 
 def repeat(
-    attention: Callable[..., jax.Array], layers: int, q: jax.Array, *rest: jax.Array
+    attention: Callable[..., jax.Array],
+    layers: int,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_indices: jax.Array,
+    *lens: jax.Array,
 ) -> jax.Array:
-    """Runs attention `layers` times in a scan: the output is the next query."""
-    return lax.scan(
-        lambda rows, _: (attention(rows, *rest), None), q, None, length=layers
-    )[0]
+    """Runs attention `layers` times in a scan: the output is the next query.
+
+    Each layer has pages of its own, as in a model: with the same pages everywhere XLA
+    would gather the context once, before the loop, and flatter the baseline.
+    """
+    num_pages = k_pages.shape[0]
+
+    def layer(rows: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        moved = (page_indices + i) % num_pages
+        table = jnp.where(page_indices < num_pages, moved, num_pages)
+        return attention(rows, k_pages, v_pages, table, *lens), None
+
+    return lax.scan(layer, q, jnp.arange(layers, dtype=jnp.int32))[0]
 
 
 def dense_decode(

@@ -94,9 +94,9 @@ def attend_one_row_each(
         page_indices: int32[S, P].
         seq_lens: int32[S]; 0 for a slot without a row.
         together: whether the slots run as one batch, which keeps a wide device busy
-            but lasts as long as the longest; or in turn, each for its own length,
-            which is faster on CPU and gives each slot the same bits whatever its
-            batch mates are. None for the choice of the platform.
+            but lasts as long as the longest; or a few at a time, each few for their
+            own length, whose keys stay in the cache, which is faster on CPU. None
+            for the choice of the platform.
 
     Returns:
         The output [S, H, D], and the log-sum-exp [S, H].
@@ -110,11 +110,10 @@ def attend_one_row_each(
         return out[:, 0], lse[:, 0]
 
     def in_turn(*args: jax.Array) -> Pair:
-        def one_slot(slot: Triple) -> Pair:
-            out, lse = attend_slots(*(x[None] for x in slot))
-            return out[0], lse[0]
-
-        return lax.map(one_slot, args)
+        size = slots_in_turn(call)
+        groups = [x.reshape(-1, size, *x.shape[1:]) for x in args]
+        out, lse = lax.map(lambda group: attend_slots(*group), groups)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
     args = (q, page_indices, seq_lens)
     if together is None:
@@ -233,7 +232,11 @@ def attend_blocks(
         jnp.zeros(shape) + zero,
         jnp.zeros((*shape, call.head_dim)) + zero,
     )
-    peak, total, acc = lax.fori_loop(0, jnp.max(lengths), body, carry)
+    if call.pages_per_slot <= block_pages(call):
+        # The whole table is one block: a loop would cost more than it saves.
+        peak, total, acc = body(jnp.int32(0), carry)
+    else:
+        peak, total, acc = lax.fori_loop(0, jnp.max(lengths), body, carry)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     out = jnp.where(some[..., None], acc / total[..., None], 0.0)
@@ -288,6 +291,14 @@ def block_pages(call: AttentionCall) -> int:
     tokens = _BLOCK_BYTES // token_bytes
     tokens = min(max(tokens, _MIN_BLOCK_TOKENS), _MAX_BLOCK_TOKENS)
     return min(max(1, tokens // call.page_size), call.pages_per_slot)
+
+
+def slots_in_turn(call: AttentionCall) -> int:
+    """Return how many slots take a turn together: their blocks of keys fit a cache."""
+    slot_bytes = 4 * call.num_kv_heads * call.head_dim
+    slot_bytes *= block_pages(call) * call.page_size
+    most = min(max(1, _BLOCK_BYTES // slot_bytes), call.num_slots)
+    return next(size for size in range(most, 0, -1) if call.num_slots % size == 0)
 
 
 class RowBlocks:

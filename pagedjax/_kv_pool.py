@@ -200,6 +200,8 @@ def copy_pages(pool: KVPool, plan: CopyPlan) -> KVPool:
     """
     src = ops.as_int32("plan.src_pages", plan.src_pages, (None,))
     dst = ops.as_int32("plan.dst_pages", plan.dst_pages, src.shape)
+    if not src.shape[0]:
+        return pool
     null, block = pool.num_pages, min(_COPY_BLOCK, src.shape[0])
     valid = (src >= 0) & (src < null) & (dst >= 0) & (dst < null)
     count = jnp.cumsum(valid.astype(jnp.int32))

@@ -61,7 +61,7 @@ def serve(
     def decide(state: State) -> State:
         has_keeper = state[0]
         copies = (shared & ~has_keeper).astype(jnp.int32)
-        need = jnp.where(fits, num_new + copies, 0)
+        need = num_new + copies
         if order is None:
             reach = jnp.cumsum(need)
         else:

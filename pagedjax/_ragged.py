@@ -104,6 +104,8 @@ def pack_ragged(
         "pack_ragged: slot {i} does not hold its q_len of {v}",
         q_lens,
     )
+    # A caller's bug in one slot must not shift the tokens of the others.
+    q_lens = jnp.clip(q_lens, 0, seq_lens)
     ends = jnp.cumsum(q_lens)
     ops.check_each(
         ends <= num_tokens,

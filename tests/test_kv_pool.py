@@ -197,6 +197,15 @@ def test_a_copy_without_both_ends_does_nothing(src: int, dst: int) -> None:
     chex.assert_trees_all_equal(after, before)
 
 
+def test_a_plan_of_no_pairs_does_nothing() -> None:
+    pool = pj.init_kv_pool(
+        num_layers=1, num_pages=2, page_size=2, num_kv_heads=1, head_dim=1
+    )
+    none = jnp.zeros((0,), jnp.int32)
+    copied = jax.jit(pj.copy_pages)(pool, pj.CopyPlan(none, none))
+    chex.assert_trees_all_equal(copied, pool)
+
+
 def test_scales_are_copied_and_scrubbed_with_their_pages() -> None:
     scales = jnp.arange(LAYERS * PAGES * SIZE * HEADS, dtype=jnp.float32)
     scales = 1 + scales.reshape(LAYERS * PAGES, SIZE, HEADS)

@@ -84,6 +84,15 @@ def test_a_batch_without_room_keeps_to_the_tokens_it_has_room_for() -> None:
     assert batch.pages.tolist() == [page for _, page, _ in want][:5]
 
 
+@pytest.mark.parametrize("wrong", [-2, 9])
+def test_a_wrong_q_len_does_not_move_the_tokens_of_other_slots(wrong: int) -> None:
+    table = table_of(4, 3, 2, 0)
+    batch = pack(table, ints(4, wrong, 2, 0), num_tokens=12)
+    held = min(max(wrong, 0), 3)
+    want = packed_one_by_one(table, [4, held, 2, 0], [4, 3, 2, 0], 12)
+    assert batch.pages.tolist() == [page for _, page, _ in want]
+
+
 def test_chunks_cover_a_prompt_without_gap_or_overlap() -> None:
     table = table_of(0, 11, 0, 0)
     whole = pack(table, ints(0, 11, 0, 0), num_tokens=12)
