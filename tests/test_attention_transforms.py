@@ -245,7 +245,7 @@ def test_memory_does_not_grow_with_the_table(make: Callable) -> None:
 @BOTH
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_lowers_for_every_platform(make: Callable, platform: str) -> None:
-    arrays = make()
+    arrays = make(pages_per_slot=70)  # more than a block: a loop
     traced = jax.jit(attention_of(arrays)).trace(*arrays.args())
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert "stablehlo.while" in text
