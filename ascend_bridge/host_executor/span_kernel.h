@@ -49,11 +49,43 @@ struct HeadState {
   VF sum;  // per lane; added up at the end
 };
 
+// The lines of the next block in the order of memory, asked for one at a time between
+// multiplications: a burst of prefetches would fill the line buffers and stall.
+struct Ahead {
+  const char* pages;
+  const int64_t* rows;  // pool rows still to come
+  int64_t left;         // their number
+  int64_t row_bytes, offset, bytes;  // of a row: its stride, and the part that is read
+  const char* at;
+  const char* stop;
+
+  template <int Lines>
+  PJ_INLINE void ask(Ahead* a) {
+    if (a->stop - a->at >= Lines * 64) {
+      PJ_UNROLL for (int i = 0; i < Lines; ++i) __builtin_prefetch(a->at + i * 64, 0, 2);
+      a->at += Lines * 64;
+      return;
+    }
+    for (int i = 0; i < Lines; ++i) {
+      if (a->at >= a->stop) {
+        if (a->left == 0) return;
+        a->at = a->pages + *a->rows++ * a->row_bytes + a->offset;
+        a->stop = a->at + a->bytes;
+        --a->left;
+      }
+      __builtin_prefetch(a->at, 0, 2);
+      a->at += 64;
+    }
+  }
+};
+
 struct Block {
   const char* const* keys;    // kMaxBlock row pointers; past `count` the last row
   const char* const* values;  // likewise
   int64_t offset;             // bytes from a row pointer to the kv head
   int64_t count;              // tokens, >= 1
+  Ahead* next_keys;
+  Ahead* next_values;
 };
 
 constexpr int padded_heads(int heads) { return heads == 3 ? 4 : heads; }
@@ -63,6 +95,8 @@ template <class E, int Heads>
 PJ_INLINE void span_scores(const Block& block, const float* q, int64_t dim, int64_t stride,
                            float* scores) {
   constexpr int kPadded = padded_heads(Heads), kRows = kAccumulators / kPadded;
+  constexpr int kStepBytes = E::kVectors * W * E::kBytes;
+  Ahead ahead = *block.next_keys;
   for (int64_t t = 0; t < block.count; t += kRows) {
     const char* rows[kRows];
     PJ_UNROLL for (int r = 0; r < kRows; ++r) rows[r] = block.keys[t + r] + block.offset;
@@ -75,6 +109,7 @@ PJ_INLINE void span_scores(const Block& block, const float* q, int64_t dim, int6
           query[v][g] = load(q + g * stride + d + v * W);
         }
       }
+      if (kStepBytes >= 64 || d * E::kBytes % 64 == 0) Ahead::ask<kRows>(&ahead);
       PJ_UNROLL for (int r = 0; r < kRows; ++r) {
         VF key[E::kVectors];
         E::load_step(rows[r] + d * E::kBytes, key);
@@ -89,6 +124,7 @@ PJ_INLINE void span_scores(const Block& block, const float* q, int64_t dim, int6
       store(scores + t * kPadded + i, sum_each(acc + i));
     }
   }
+  *block.next_keys = ahead;
 }
 
 // Turns the scores into weights in place, updates the running state, and returns the
@@ -131,17 +167,21 @@ PJ_INLINE void span_values_some(const Block& block, const float* weights, const 
     }
   }
   const int64_t offset = block.offset + d * E::kBytes;
+  constexpr int kLines = (Steps * E::kVectors * W * E::kBytes + 63) / 64;
+  Ahead ahead = *block.next_values;
   for (int64_t t = 0; t < block.count; ++t) {
     const char* row = block.values[t] + offset;
     VF value[kVectors];
     PJ_UNROLL for (int s = 0; s < Steps; ++s) {
       E::load_step(row + s * E::kVectors * W * E::kBytes, value + s * E::kVectors);
     }
+    Ahead::ask<kLines>(&ahead);
     PJ_UNROLL for (int g = 0; g < Heads; ++g) {
       const VF weight = splat(weights[t * kPadded + g]);
       PJ_UNROLL for (int v = 0; v < kVectors; ++v) acc[g][v] += weight * value[v];
     }
   }
+  *block.next_values = ahead;
   PJ_UNROLL for (int g = 0; g < Heads; ++g) {
     PJ_UNROLL for (int v = 0; v < kVectors; ++v) store(out + g * stride + d + v * W, acc[g][v]);
   }
@@ -248,15 +288,6 @@ size_t span_scratch(const Problem& p) {
                   2 * kMaxBlock * stride * 4 + 64);
 }
 
-// Asks for the lines of some whole token rows, all kv heads of the task.
-PJ_INLINE void prefetch_rows(const char* pages, const int64_t* rows, int64_t begin,
-                             int64_t end, int64_t row_bytes, int64_t offset, int64_t bytes) {
-  for (int64_t i = begin; i < end; ++i) {
-    const char* at = pages + rows[i] * row_bytes + offset;
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 2);
-  }
-}
-
 void span(const Problem& p, const SpanTask& task, void* scratch) {
   const int64_t dim = p.head_dim, stride = round_up(dim, W), group = p.group();
   const int64_t heads = task.head_end - task.head_begin, chunks = chunk_count(p);
@@ -298,12 +329,14 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
       keys[i] = k_pages + row * row_bytes;
       values[i] = v_pages + row * row_bytes;
     }
+    const int64_t skip = task.head_begin * head_bytes, bytes = heads * head_bytes;
+    const int64_t* next_rows = rows[turn ^ 1];
+    const int64_t to_come = next_count > 0 ? next_count : 0;
+    Ahead next_keys = {k_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
+    Ahead next_values = {v_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
     for (int64_t h = 0; h < heads; ++h) {
-      const int64_t from = next_count * h / heads, to = next_count * (h + 1) / heads;
-      const int64_t offset = task.head_begin * head_bytes;
-      prefetch_rows(k_pages, rows[turn ^ 1], from, to, row_bytes, offset, heads * head_bytes);
-      prefetch_rows(v_pages, rows[turn ^ 1], from, to, row_bytes, offset, heads * head_bytes);
-      Block block = {keys, values, (task.head_begin + h) * head_bytes, count};
+      Block block = {keys,  values,     (task.head_begin + h) * head_bytes,
+                     count, &next_keys, &next_values};
       if (path == Path::kWiden) {
         for (int64_t i = 0; i < kMaxBlock; ++i) {
           const int64_t j = i < count ? i : count - 1;
