@@ -1,6 +1,7 @@
 """A paged KV cache for JAX as pure functions."""
 
 from pagedjax._attention import (
+    available_implementations,
     merge_attention,
     paged_attention,
     ragged_paged_attention,
@@ -12,6 +13,7 @@ from pagedjax._capacity import (
     shrink,
     utilization,
 )
+from pagedjax._integrity import check_integrity, describe
 from pagedjax._kv_pool import (
     KVPool,
     copy_pages,
@@ -37,26 +39,51 @@ from pagedjax._page_table import (
     truncate,
 )
 from pagedjax._ragged import RaggedBatch, attend, pack_decode, pack_ragged
+from pagedjax._sampling import Sampling, init_sampling, sample, token_logprobs
+from pagedjax.generate import (
+    Generation,
+    GenerationState,
+    PagedModel,
+    PageStats,
+    Status,
+    continue_generation,
+    finish_generation,
+    generate,
+    start_generation,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CopyPlan",
+    "Generation",
+    "GenerationState",
     "KVPool",
+    "PageStats",
     "PageTable",
+    "PagedModel",
     "RaggedBatch",
+    "Sampling",
+    "Status",
     "append",
     "attach",
     "attend",
+    "available_implementations",
+    "check_integrity",
+    "continue_generation",
     "copy_pages",
     "dec_ref",
+    "describe",
+    "finish_generation",
     "fork",
     "free",
     "gather_kv",
+    "generate",
     "grow",
     "inc_ref",
     "init_kv_pool",
     "init_page_table",
+    "init_sampling",
     "layer_page_indices",
     "merge_attention",
     "num_free_pages",
@@ -67,8 +94,11 @@ __all__ = [
     "ragged_paged_attention",
     "reorder",
     "resize_kv_pool",
+    "sample",
     "scrub_pages",
     "shrink",
+    "start_generation",
+    "token_logprobs",
     "translate",
     "truncate",
     "utilization",

