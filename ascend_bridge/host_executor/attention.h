@@ -98,6 +98,9 @@ struct Kernels {
 // PAGEDJAX_HOST_ISA=base|avx2|avx512|neon asks for others (for tests).
 const Kernels& kernels();
 
+// All that run on this processor, the best first; `count` receives their number.
+const Kernels* const* all_kernels(int* count);
+
 // How to run closures elsewhere: the number of threads, the caller included, and a
 // function that hands one closure to another thread. It may run late or in the caller.
 struct Executor {
@@ -117,6 +120,7 @@ void parallel_for(int64_t count, const Executor& executor, const LoopBody& body)
 //
 // A slot whose visible keys include a page id outside [0, N) gives 0 and -inf in all its
 // rows, as does a slot without keys: half an answer would look like an answer.
-const char* run_attention(const Problem& problem, const Executor& executor);
+const char* run_attention(const Problem& problem, const Executor& executor,
+                          const Kernels& with = kernels());
 
 }  // namespace pagedjax

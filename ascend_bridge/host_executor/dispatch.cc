@@ -15,8 +15,8 @@ extern const Kernels kernels_base;
 
 namespace {
 
-bool runs_here(const Kernels& k) {
 #if defined(__x86_64__)
+bool runs_here(const Kernels& k) {
   __builtin_cpu_init();
   if (&k == &kernels_avx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -26,31 +26,46 @@ bool runs_here(const Kernels& k) {
   if (&k == &kernels_avx2) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   }
-#else
-  (void)k;
-#endif
   return true;
+}
+#endif
+
+struct Usable {
+  const Kernels* list[3];
+  int count = 0;
+
+  Usable() {
+#if defined(__x86_64__)
+    for (const Kernels* k : {&kernels_avx512, &kernels_avx2, &kernels_base}) {
+      if (runs_here(*k)) list[count++] = k;
+    }
+#elif defined(__aarch64__)
+    list[count++] = &kernels_neon;
+#else
+    list[count++] = &kernels_base;
+#endif
+  }
+};
+
+const Usable& usable() {
+  static const Usable found;
+  return found;
 }
 
 const Kernels& choose() {
-#if defined(__x86_64__)
-  const Kernels* all[] = {&kernels_avx512, &kernels_avx2, &kernels_base};
-#elif defined(__aarch64__)
-  const Kernels* all[] = {&kernels_neon};
-#else
-  const Kernels* all[] = {&kernels_base};
-#endif
   const char* wanted = std::getenv("PAGEDJAX_HOST_ISA");
-  for (const Kernels* k : all) {
-    if (wanted != nullptr && std::strcmp(wanted, k->name) == 0 && runs_here(*k)) return *k;
+  for (int i = 0; wanted != nullptr && i < usable().count; ++i) {
+    if (std::strcmp(wanted, usable().list[i]->name) == 0) return *usable().list[i];
   }
-  for (const Kernels* k : all) {
-    if (runs_here(*k)) return *k;
-  }
-  std::abort();  // the last of the list runs everywhere
+  return *usable().list[0];
 }
 
 }  // namespace
+
+const Kernels* const* all_kernels(int* count) {
+  *count = usable().count;
+  return usable().list;
+}
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose();

@@ -219,9 +219,8 @@ const char* check(const Problem& p) {
 
 }  // namespace
 
-const char* run_attention(const Problem& p, const Executor& executor) {
+const char* run_attention(const Problem& p, const Executor& executor, const Kernels& k) {
   if (const char* wrong = check(p)) return wrong;
-  const Kernels& k = kernels();
   Plan plan = make_plan(p);
 
   const int64_t num_rows = plan.rows.size(), num_tiles = plan.tiles.size();
