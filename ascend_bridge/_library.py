@@ -40,7 +40,7 @@ def register() -> tuple[bool, str]:
     if major != running[0] or minor > running[1]:
         return False, (
             f"{build.LIBRARY} was built for FFI {major}.{minor} but this jaxlib has "
-            f"{running[0]}.{running[1]}; rebuild it with `python -m ascend_bridge.build`"
+            f"{running[0]}.{running[1]}; rebuild it: `python -m ascend_bridge.build`"
         )
     for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)

@@ -229,7 +229,9 @@ def write_kv(
                 f"pages {pages.shape} and offsets {offsets.shape} must have one entry "
                 f"for each of the {new.shape[0]} tokens of {name}"
             )
-    out = _write(k_pages, v_pages, k, v, _int32("pages", pages), _int32("offsets", offsets))
+    out = _write(
+        k_pages, v_pages, k, v, _int32("pages", pages), _int32("offsets", offsets)
+    )
     return out[0], out[1]
 
 

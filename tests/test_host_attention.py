@@ -90,7 +90,9 @@ def test_quantised_pages(dtype: str, ragged: bool) -> None:
     for i, scale in zip((1, 2), scales, strict=True):
         arrays[i] = np.asarray(jnp.asarray(arrays[i] * 20, dtype))
         whole.append(arrays[i].astype(np.float32) * scale[..., None])
-    got = run(tuple(arrays), k_scales=jnp.array(scales[0]), v_scales=jnp.array(scales[1]))
+    got = run(
+        tuple(arrays), k_scales=jnp.array(scales[0]), v_scales=jnp.array(scales[1])
+    )
     assert_close(got, attention_oracle(arrays[0], *whole, *arrays[3:]))
 
 
