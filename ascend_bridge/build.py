@@ -205,7 +205,7 @@ def compile_library(
     if include is not None:
         base += ["-isystem", str(include)]
     with tempfile.TemporaryDirectory() as folder:
-        jobs = []
+        jobs: list[tuple[pathlib.Path, str, tuple[str, ...]]] = []
         for source in sources:
             jobs.append((SOURCES / source, pathlib.Path(source).stem, ()))
         for name, lanes, isa_flags in INSTRUCTION_SETS[_target_of(compiler)]:
