@@ -64,6 +64,7 @@ struct SpanTask {
   int64_t begin, end;
   int64_t head_begin, head_end;  // kv heads
   Part part;
+  const SpanTask* next;  // what the same thread does next, to prefetch; may be null
 };
 
 // A row of a tile task: query `token` sees the keys [low, high).

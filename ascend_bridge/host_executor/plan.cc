@@ -26,6 +26,8 @@ constexpr int64_t kHeadBytes = 4096;           // of one token, read by a span t
 constexpr int64_t kTileQueries = 192;          // query rows times heads of a tile task
 constexpr int64_t kSharedTokens = 1024;        // keys of a tile task over shared pages
 constexpr int64_t kMinShared = 256;            // tokens that sharing must save
+constexpr int64_t kRunsPerWorker = 8;          // runs of span tasks: small against idling
+constexpr int64_t kMaxRun = 8;                 // span tasks in a run
 constexpr int64_t kAloneWork = 256 * 1024;     // bytes not worth waking a thread for
 
 // Memory that is kept for the next call of the thread; only ever grows.
@@ -224,7 +226,7 @@ const char* run_attention(const Problem& p, const Executor& executor, const Kern
   Plan plan = make_plan(p);
 
   const int64_t num_rows = plan.rows.size(), num_tiles = plan.tiles.size();
-  const int64_t count = num_tiles + plan.spans.size();
+  const int64_t num_spans = plan.spans.size();
   const int64_t out_floats = p.num_heads * p.head_dim;
   const int64_t part_floats = (out_floats + 2 * p.num_heads + 15) / 16 * 16;
   std::vector<int64_t> first_part(num_rows + 1, 0);
@@ -233,6 +235,10 @@ const char* run_attention(const Problem& p, const Executor& executor, const Kern
   }
   Executor hands = executor;
   if (plan.work < kAloneWork) hands.num_threads = 1;
+  // Runs of consecutive spans go to one thread, which prefetches from one to the next.
+  const int64_t run = std::clamp<int64_t>(num_spans / (hands.num_threads * kRunsPerWorker), 1,
+                                          kMaxRun);
+  const int64_t count = num_tiles + (num_spans + run - 1) / run;
   const int64_t workers = std::max<int64_t>(1, std::min(hands.num_threads, count));
   size_t scratch_bytes = plan.spans.empty() ? 0 : k.span_scratch(p);
   for (const Tile& tile : plan.tiles) {
@@ -249,7 +255,12 @@ const char* run_attention(const Problem& p, const Executor& executor, const Kern
     float* at = part_memory + i * part_floats;
     parts[i] = {at, at + out_floats, at + out_floats + p.num_heads};
   }
-  for (Span& span : plan.spans) span.task.part = parts[first_part[span.row] + span.part];
+  for (int64_t i = 0; i < num_spans; ++i) {
+    Span& span = plan.spans[i];
+    span.task.part = parts[first_part[span.row] + span.part];
+    const bool last = (i + 1) % run == 0 || i + 1 == num_spans;
+    span.task.next = last ? nullptr : &plan.spans[i + 1].task;
+  }
   for (size_t i = 0; i < plan.tile_rows.size(); ++i) {
     const int64_t row = plan.tile_row_of[i];
     if (row >= 0) plan.tile_rows[i].part = parts[first_part[row] + plan.tile_part_of[i]];
@@ -269,9 +280,11 @@ const char* run_attention(const Problem& p, const Executor& executor, const Kern
   parallel_for(count, hands, [&](int64_t i, int64_t worker) {
     void* mine = memory + worker * scratch_bytes;
     if (i >= num_tiles) {
-      const Span& span = plan.spans[i - num_tiles];
-      k.span(p, span.task, mine);
-      finished(span.row);
+      const int64_t begin = (i - num_tiles) * run;
+      for (int64_t j = begin; j < std::min(begin + run, num_spans); ++j) {
+        k.span(p, plan.spans[j].task, mine);
+        finished(plan.spans[j].row);
+      }
       return;
     }
     const Tile& tile = plan.tiles[i];

@@ -7,6 +7,9 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -57,7 +60,18 @@ PJ_INLINE VF load(const float* p) {
 
 PJ_INLINE void store(float* p, VF v) { memcpy(p, &v, sizeof v); }
 
-PJ_INLINE VF vmax(VF a, VF b) { return a > b ? a : b; }
+// a > b ? a : b, NaN in either giving b; x86 has it as one instruction.
+PJ_INLINE VF vmax(VF a, VF b) {
+#if PJ_LANES == 16
+  return (VF)_mm512_max_ps((__m512)a, (__m512)b);
+#elif PJ_LANES == 8
+  return (VF)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (VF)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // Interleave: a0 b0 a1 b1 ... from the low, or the high, halves.
 #if PJ_LANES == 16
@@ -192,7 +206,7 @@ constexpr float kLowest = -__builtin_inff();
 // the coefficients are those of expf in Cephes (https://www.netlib.org/cephes/).
 PJ_INLINE VF exp_negative(VF x) {
   const VF shifter = splat(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
-  const VF clamped = vmax(x, splat(-87.3f));
+  const VF clamped = vmax(splat(-87.3f), x);
   const VF shifted = clamped * splat(1.44269504f) + shifter;
   const VF n = shifted - shifter;
   const VF r = (clamped - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);

@@ -133,25 +133,32 @@ template <int Heads>
 PJ_INLINE VF span_weights(const Problem& p, int64_t count, float* scores, HeadState* state) {
   constexpr int kPadded = padded_heads(Heads);
   const int64_t live = count * kPadded;
-  VF top = splat(kLowest);
-  for (int64_t i = 0; i < live; i += W) {
-    VF s = load(scores + i);
-    if (p.soft_cap > 0) s = splat(p.soft_cap) * tanh_all(s);
-    if (i + W > live) s = iota() < VI{} + (int32_t)(live - i) ? s : splat(kLowest);
-    store(scores + i, s);
-    top = vmax(s, top);
+  // Two chains: one would wait for the latency of every maximum and every sum.
+  VF tops[2] = {splat(kLowest), splat(kLowest)};
+  for (int64_t i = 0; i < live; i += 2 * W) {
+    PJ_UNROLL for (int j = 0; j < 2; ++j) {
+      VF s = load(scores + i + j * W);
+      if (p.soft_cap > 0) s = splat(p.soft_cap) * tanh_all(s);
+      if (i + 2 * W > live) {
+        s = iota() < VI{} + (int32_t)(live - i - j * W) ? s : splat(kLowest);
+      }
+      store(scores + i + j * W, s);
+      tops[j] = vmax(s, tops[j]);
+    }
   }
-  top = vmax(state->max, max_modulo<kPadded>(top));
+  const VF top = vmax(state->max, max_modulo<kPadded>(vmax(tops[0], tops[1])));
   const VF base = top > splat(kLowest) ? top : zero();
   const VF shrink = exp_negative(state->max - base);
-  VF sum = state->sum * shrink;
-  for (int64_t i = 0; i < live; i += W) {
-    const VF weight = exp_negative(load(scores + i) - base);
-    store(scores + i, weight);
-    sum += weight;
+  VF sums[2] = {state->sum * shrink, zero()};
+  for (int64_t i = 0; i < live; i += 2 * W) {
+    PJ_UNROLL for (int j = 0; j < 2; ++j) {
+      const VF weight = exp_negative(load(scores + i + j * W) - base);
+      store(scores + i + j * W, weight);
+      sums[j] += weight;
+    }
   }
   state->max = top;
-  state->sum = sum;
+  state->sum = sums[0] + sums[1];
   return shrink;
 }
 
@@ -323,15 +330,23 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
   for (int64_t t = task.begin; t < task.end; turn ^= 1) {
     const int64_t next = t + count, left = task.end - next;
     const int64_t next_count = left < block_tokens ? left : block_tokens;
-    if (next_count > 0) find_rows(task.pages, p.page_size, next, next_count, rows[turn ^ 1]);
+    // After the last block comes the first one of what this thread does next.
+    int64_t to_come = next_count, next_head = task.head_begin;
+    if (next_count > 0) {
+      find_rows(task.pages, p.page_size, next, next_count, rows[turn ^ 1]);
+    } else if (task.next != nullptr) {
+      const int64_t all = task.next->end - task.next->begin;
+      to_come = all < block_tokens ? all : block_tokens;
+      next_head = task.next->head_begin;
+      find_rows(task.next->pages, p.page_size, task.next->begin, to_come, rows[turn ^ 1]);
+    }
     for (int64_t i = 0; i < kMaxBlock && path != Path::kWiden; ++i) {
       const int64_t row = rows[turn][i < count ? i : count - 1];
       keys[i] = k_pages + row * row_bytes;
       values[i] = v_pages + row * row_bytes;
     }
-    const int64_t skip = task.head_begin * head_bytes, bytes = heads * head_bytes;
+    const int64_t skip = next_head * head_bytes, bytes = heads * head_bytes;
     const int64_t* next_rows = rows[turn ^ 1];
-    const int64_t to_come = next_count > 0 ? next_count : 0;
     Ahead next_keys = {k_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
     Ahead next_values = {v_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
     for (int64_t h = 0; h < heads; ++h) {
