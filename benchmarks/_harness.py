@@ -101,7 +101,12 @@ def run_cli(main: Callable[[], Iterable[Case]]) -> None:
 
 def format_case(case: Case) -> str:
     """Formats a case as one line for a person."""
-    text = f"{case.case}: {case.value:.4g} {case.unit}"
-    if case.ratio is not None:
-        text += f"  ({case.ratio:.3g}x {case.baseline or ''})".replace(" )", ")")
-    return text
+    ratio = format_ratio(case)
+    return f"{case.case}: {case.value:.4g} {case.unit}" + (ratio and f"  ({ratio})")
+
+
+def format_ratio(case: Case) -> str:
+    """Formats the ratio and what it is of; empty without one."""
+    if case.ratio is None:
+        return ""
+    return f"{case.ratio:.3g}x {case.baseline or ''}".strip()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedjax as pj
-from pagedjax import models, nnx
+from pagedjax import models
 
 MODEL = "smollm2-135m"
 
@@ -17,7 +17,7 @@ MODEL = "smollm2-135m"
 def load() -> tuple[pj.PagedModel, Any, models.LoadedModel]:
     """Loads SmolLM2-135M in float32."""
     loaded = models.load_model(MODEL, dtype=jnp.float32)
-    model, params = nnx.paged_model(loaded.model)
+    model, params = loaded.model.paged()
     return model, params, loaded
 
 

@@ -22,9 +22,9 @@ from pagedjax._attention_call import AttentionCall
 Pair = tuple[jax.Array, jax.Array]
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 
-_BLOCK_BYTES = 512 * 1024  # of float32 keys in a block: what stays in a core's cache
+_BLOCK_BYTES = 512 * 1024  # of float32 keys in a block: they stay in a core's cache
 _MIN_BLOCK_TOKENS = 64
-_MAX_BLOCK_TOKENS = 256
+_MAX_BLOCK_TOKENS = 128
 _FEW_ROWS = 16
 _MANY_ROWS = 128
 
@@ -102,24 +102,24 @@ def attend_one_row_each(
         The output [S, H, D], and the log-sum-exp [S, H].
     """
 
-    def one_slot(args: tuple[jax.Array, ...]) -> Pair:
-        row, table_row, length = args
-        num_rows = (length > 0).astype(jnp.int32)
-        out, lse = attend_block(
-            call, row[None], k_pages, v_pages, table_row, length - 1, num_rows
+    def attend_slots(q: jax.Array, table: jax.Array, lengths: jax.Array) -> Pair:
+        num_rows = (lengths > 0).astype(jnp.int32)
+        out, lse = attend_blocks(
+            call, q[:, None], k_pages, v_pages, table, lengths - 1, num_rows
         )
-        return out[0], lse[0]
-
-    def as_batch(*args: jax.Array) -> Pair:
-        return jax.vmap(lambda *one: one_slot(one))(*args)
+        return out[:, 0], lse[:, 0]
 
     def in_turn(*args: jax.Array) -> Pair:
+        def one_slot(slot: Triple) -> Pair:
+            out, lse = attend_slots(*(x[None] for x in slot))
+            return out[0], lse[0]
+
         return lax.map(one_slot, args)
 
     args = (q, page_indices, seq_lens)
     if together is None:
-        return lax.platform_dependent(*args, cpu=in_turn, default=as_batch)
-    return as_batch(*args) if together else in_turn(*args)
+        return lax.platform_dependent(*args, cpu=in_turn, default=attend_slots)
+    return attend_slots(*args) if together else in_turn(*args)
 
 
 def _attend_ragged(
@@ -151,19 +151,20 @@ def _attend_ragged(
         out, lse = carry
         slot, offset, num_rows = blocks.locate(i)
         start = cu_q_lens[slot] + offset
-        block_out, block_lse = attend_block(
+        first_position = seq_lens[slot] - q_lens[slot] + offset
+        block_out, block_lse = attend_blocks(
             call,
-            lax.dynamic_slice_in_dim(q, start, rows),
+            lax.dynamic_slice_in_dim(q, start, rows)[None],
             k_pages,
             v_pages,
-            page_indices[slot],
-            seq_lens[slot] - q_lens[slot] + offset,
-            num_rows,
+            page_indices[slot][None],
+            first_position[None],
+            num_rows[None],
         )
         # A block's surplus rows fall on the rows of later blocks, which come later.
         return (
-            lax.dynamic_update_slice_in_dim(out, block_out, start, 0),
-            lax.dynamic_update_slice_in_dim(lse, block_lse, start, 0),
+            lax.dynamic_update_slice_in_dim(out, block_out[0], start, 0),
+            lax.dynamic_update_slice_in_dim(lse, block_lse[0], start, 0),
         )
 
     zero = varying_zero(q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens)
@@ -177,63 +178,95 @@ def _attend_ragged(
     return out, lse
 
 
-def attend_block(
+def attend_blocks(
     call: AttentionCall,
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    table_row: jax.Array,
-    first_position: jax.Array,
+    table_rows: jax.Array,
+    first_positions: jax.Array,
     num_rows: jax.Array,
 ) -> Pair:
-    """Attend with up to B consecutive rows of one slot.
+    """Attend with X blocks of up to B consecutive rows of one slot each.
+
+    The blocks share one loop, as long as the longest needs: a step past the end of
+    a block's keys changes none of its bits. (A `vmap` of a loop per block would do
+    the same, but `checkify` refuses it.)
 
     Args:
         call: the description.
-        q: [B, H, D].
+        q: [X, B, H, D].
         k_pages: the keys.
         v_pages: the values.
-        table_row: int32[P], the slot's pages.
-        first_position: int32[], position of row 0.
-        num_rows: int32[], how many rows are real.
+        table_rows: int32[X, P], the pages of each block's slot.
+        first_positions: int32[X], position of row 0 of each block.
+        num_rows: int32[X], how many rows of each block are real.
 
     Returns:
-        The output [B, H, D] and the log-sum-exp [B, H]; 0 and -inf in surplus rows.
+        The output [X, B, H, D] and the log-sum-exp [X, B, H]; 0 and -inf in surplus
+        rows.
     """
-    num_kv_heads, head_dim = call.num_kv_heads, call.head_dim
-    rows = KeyWalk(call, q.shape[0], first_position, num_rows)
-    q_heads = split_heads(call, q) * jnp.float32(call.scale)
+    num_blocks, num_places = q.shape[:2]
+
+    def walk_of(first_position: jax.Array, rows: jax.Array) -> KeyWalk:
+        return KeyWalk(call, num_places, first_position, rows)
+
+    def step(i: jax.Array, carry: Triple, *block: jax.Array) -> Triple:
+        q_rows, table_row, *place = block
+        seen = walk_of(*place).block(i, table_row)
+        return _online_softmax(call, carry, q_rows, k_pages, v_pages, *seen)
 
     def body(i: jax.Array, carry: Triple) -> Triple:
-        peak, total, acc = carry
-        pages, visible, live = rows.block(i, table_row)
-        keys = read_block(call, k_pages, pages)
-        # Values that no row sees may be NaN, which a weight of 0 does not silence.
-        values = jnp.where(live[None, :, None], read_block(call, v_pages, pages), 0.0)
-        scores = cap_scores(call, dot(q_heads, keys, "krd,ktd->krt"))
-        scores = jnp.where(visible[None], scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not.
-        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
-        weights = jnp.exp(scores - shift[..., None])
-        decay = jnp.exp(peak - shift)
-        total = total * decay + jnp.sum(weights, axis=-1)
-        acc = acc * decay[..., None] + dot(weights, values, "krt,ktd->krd")
-        return new_peak, total, acc
+        return jax.vmap(step, in_axes=(None, 0, 0, 0, 0, 0))(
+            i, carry, q_heads, table_rows, first_positions, num_rows
+        )
 
-    zero = varying_zero(q, k_pages, v_pages, table_row, first_position, num_rows)
-    shape = (num_kv_heads, q.shape[0] * call.group_size)
+    q_heads = jax.vmap(lambda rows: split_heads(call, rows))(q)
+    q_heads *= jnp.float32(call.scale)
+    lengths = jax.vmap(lambda *place: walk_of(*place).num_blocks)(
+        first_positions, num_rows
+    )
+    zero = varying_zero(q, k_pages, v_pages, table_rows, first_positions, num_rows)
+    shape = (num_blocks, call.num_kv_heads, num_places * call.group_size)
     carry = (
         jnp.full(shape, -jnp.inf) + zero,
         jnp.zeros(shape) + zero,
-        jnp.zeros((*shape, head_dim)) + zero,
+        jnp.zeros((*shape, call.head_dim)) + zero,
     )
-    peak, total, acc = lax.fori_loop(0, rows.num_blocks, body, carry)
+    peak, total, acc = lax.fori_loop(0, jnp.max(lengths), body, carry)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     out = jnp.where(some[..., None], acc / total[..., None], 0.0)
     lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)
-    return join_heads(call, out).astype(q.dtype), join_heads(call, lse)
+    out, lse = jax.vmap(lambda *pair: [join_heads(call, x) for x in pair])(out, lse)
+    return out.astype(q.dtype), lse
+
+
+def _online_softmax(
+    call: AttentionCall,
+    carry: Triple,
+    q_heads: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    ids: jax.Array,
+    visible: jax.Array,
+    live: jax.Array,
+) -> Triple:
+    """Take T more keys into the running maximum, sum and weighted sum of the rows."""
+    peak, total, acc = carry
+    keys = read_block(call, k_pages, ids)
+    # Values that no row sees may be NaN, which a weight of 0 does not silence.
+    values = jnp.where(live[None, :, None], read_block(call, v_pages, ids), 0.0)
+    scores = cap_scores(call, dot(q_heads, keys, "krd,ktd->krt"))
+    scores = jnp.where(visible[None], scores, -jnp.inf)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+    # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not.
+    shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)
+    weights = jnp.exp(scores - shift[..., None])
+    decay = jnp.exp(peak - shift)
+    total = total * decay + jnp.sum(weights, axis=-1)
+    acc = acc * decay[..., None] + dot(weights, values, "krt,ktd->krd")
+    return new_peak, total, acc
 
 
 # --- the parts, shared with the backward pass ----------------------------------------

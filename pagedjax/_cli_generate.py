@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import pagedjax as pj
@@ -69,12 +70,14 @@ def run_generate(options: GenerateOptions) -> None:
       CommandError: something the user can change.
     """
     given = read_prompts(options)  # before the model: bad prompts are found at once
+    try:
+        jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
+        raise CommandError(str(error).splitlines()[0]) from error
     use_compilation_cache()
     began = time.perf_counter()
     loaded = _load(options)
     load_seconds = time.perf_counter() - began
-
-    from pagedjax.nnx import functional
 
     config, tokenizer = loaded.config, loaded.tokenizer
     prompts = [encode_prompt(p, tokenizer, config.vocab_size) for p in given]
@@ -88,16 +91,7 @@ def run_generate(options: GenerateOptions) -> None:
         batch_size=options.batch_size,
         context=config.max_seq_len,
     )
-    apply, params = functional(loaded.model)
-    model = pj.PagedModel(
-        apply,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_seq_len=config.max_seq_len,
-        kv_dtype=loaded.model.embed.dtype.name,
-    )
+    model, params = loaded.model.paged()
     seed = secrets.randbits(31) if options.seed is None else options.seed
     job = _Job(options, plan, model, params, tokenizer, prompts, seed)
     report = Report(model, plan, options, seed, load_seconds)
@@ -115,7 +109,7 @@ def use_compilation_cache() -> None:
     where there is one, is left alone.
     """
     folder = compilation_cache_dir()
-    if folder is None or jax.config.jax_compilation_cache_dir:
+    if folder is None or jax.config.values["jax_compilation_cache_dir"]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,6 +186,7 @@ def _run(job: _Job, report: Report) -> None:
 
 def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
     plan, options = job.plan, job.options
+    ends = sorted(job.tokenizer.eos_ids)
     prompts = np.zeros((plan.rows, plan.length), np.int32)
     lens, seeds = np.zeros((2, plan.rows), np.int32)
     for row, index in enumerate(batch):
@@ -201,16 +196,17 @@ def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
     return pj.start_generation(
         job.model,
         job.params,
-        prompts,
-        lens,
+        jnp.asarray(prompts),
+        jnp.asarray(lens),
         jax.random.key(job.seed),
         max_new_tokens=plan.max_new_tokens,
         num_samples=options.n,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        eos_ids=() if options.ignore_eos else sorted(job.tokenizer.eos_ids),
-        seeds=seeds,
+        # As many that never come instead: no other program for --ignore-eos.
+        eos_ids=[-1] * len(ends) if options.ignore_eos else ends,
+        seeds=jnp.asarray(seeds),
         page_size=options.page_size,
         num_pages=plan.num_pages,
         chunk_size=plan.chunk_size,
@@ -218,7 +214,7 @@ def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
 
 
 def _compile(job: _Job) -> float:
-    """Runs both programs on a batch without prompts; gives the seconds it took.
+    """Runs the programs on a batch without prompts; gives the seconds it took.
 
     There is nothing to compute for such a batch, so that is the time to compile
     them or to fetch them from the cache.
@@ -226,7 +222,7 @@ def _compile(job: _Job) -> float:
     began = time.perf_counter()
     state = _start(job, [])
     state = pj.continue_generation(job.model, job.params, state, num_steps=1)
-    jax.block_until_ready(state.status)
+    jax.block_until_ready(pj.finish_generation(state))
     return time.perf_counter() - began
 
 
@@ -265,11 +261,12 @@ class _Printer:
         self._done = 0
 
     def __call__(self, out: pj.Generation) -> None:
-        length = int(out.lengths[0, 0])
-        tokens = np.asarray(out.tokens[0, 0])[self._done : length].tolist()
+        # On the host: indexing a device array is a program to compile and to run.
+        length = int(np.asarray(out.lengths)[0, 0])
+        tokens = np.asarray(out.tokens)[0, 0, self._done : length].tolist()
         self._done = length
         text = "".join([self._stream.push(token) for token in tokens])
-        if int(out.status[0, 0]) != pj.Status.RUNNING:
+        if np.asarray(out.status)[0, 0] != pj.Status.RUNNING:
             text += self._stream.finish() + "\n"
         _write(text)
 

@@ -343,7 +343,8 @@ def layer_page_indices(
     """Turns page ids into rows of the flat pool for one layer.
 
     NULL is derived anew: merely adding the layer's start to it would name page 0
-    of the next layer. So is every id out of range.
+    of the next layer. So is every id out of range, and every page of a traced layer
+    that is out of range.
 
     Args:
       page_indices: int32[...]; page ids of the table.
@@ -354,6 +355,9 @@ def layer_page_indices(
     Returns:
       int32[...]; `layer * num_pages + page`, or `num_layers * num_pages`.
 
+    Raises:
+      ValueError: `layer` is an int out of range.
+
     Example:
       >>> import jax.numpy as jnp, pagedjax as pj
       >>> pj.layer_page_indices(
@@ -361,8 +365,12 @@ def layer_page_indices(
       ... ).tolist()
       [4, 7, 8]
     """
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise ValueError(f"layer {layer} is not one of {num_layers} layers")
+    layer = jnp.asarray(layer, jnp.int32)
     valid = (page_indices >= 0) & (page_indices < num_pages)
-    rows = jnp.asarray(layer, jnp.int32) * num_pages + page_indices
+    valid &= (layer >= 0) & (layer < num_layers)
+    rows = layer * num_pages + page_indices
     return jnp.where(valid, rows, num_layers * num_pages)
 
 

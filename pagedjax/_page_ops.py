@@ -72,7 +72,8 @@ def serve(
         return has_keeper & ~lost, copies, ok, ~jnp.any(lost)
 
     hope = shared & (group == own) & (writers == owners)
-    start = (hope, jnp.zeros_like(num_new), fits, jnp.asarray(False))
+    # `zeros_like`, not a constant: under shard_map the carry varies as its inputs do.
+    start = (hope, jnp.zeros_like(num_new), fits, jnp.zeros_like(fits[0]))
     _, copies, ok, _ = lax.while_loop(lambda state: ~state[3], decide, start)
     return copies, ok
 

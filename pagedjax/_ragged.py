@@ -11,7 +11,7 @@ read by every layer::
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +174,11 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     batch: RaggedBatch,
-    **options: Any,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
 ) -> tuple[KVPool, jax.Array]:
     """Stores this step's keys and values in one layer, then attends to all.
 
@@ -187,8 +191,10 @@ def attend(
       k: [T, K, D]; keys of the same tokens.
       v: [T, K, D]; values.
       batch: where they go and what they see.
-      **options: `scale`, `window`, `soft_cap`, `implementation` of
-        `paged_attention`.
+      scale: factor of the scores, as in `paged_attention`; so are the others.
+      window: see there.
+      soft_cap: see there.
+      implementation: see there.
 
     Returns:
       `(pool, out)`; out is [T, H, D] in q's dtype, zeros on padding.
@@ -215,9 +221,17 @@ def attend(
         num_pages=pool.num_pages,
         num_layers=pool.num_layers,
     )
-    if pool.k_scales is not None:
-        options = dict(options, k_scales=pool.k_scales, v_scales=pool.v_scales)
     pages = (pool.k_pages, pool.v_pages, page_indices, batch.seq_lens)
+    options: dict[str, Any] = dict(
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        k_scales=pool.k_scales,
+        v_scales=pool.v_scales,
+        implementation=implementation,
+    )
     if batch.cu_q_lens is None:
-        return pool, paged_attention(q, *pages, **options)
-    return pool, ragged_paged_attention(q, *pages, batch.cu_q_lens, **options)
+        out = paged_attention(q, *pages, **options)
+    else:
+        out = ragged_paged_attention(q, *pages, batch.cu_q_lens, **options)
+    return pool, cast(jax.Array, out)

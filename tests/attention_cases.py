@@ -5,11 +5,17 @@ which has thousands), with all lengths of interest in one batch.
 """
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracles import attention_oracle
+
+from pagedjax import paged_attention, ragged_paged_attention
 
 AXES: dict[str, tuple] = {
     "page_size": (1, 2, 5, 8, 16, 32, 64, 100, 128, 256),
@@ -19,6 +25,10 @@ AXES: dict[str, tuple] = {
     "window": (None, 1, 7, 150),
     "soft_cap": (None, 2.5),
 }
+
+
+# Relative rounding of the result's dtype: one unit in the last place.
+ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,4 +188,68 @@ def case_arrays(case: Case, *, ragged: bool) -> Arrays:
         head_dim=case.head_dim,
         dtype=case.dtype,
         seed=case.page_size,
+    )
+
+
+def attention_of(arrays: Arrays) -> Callable:
+    """Return the function that the arrays are arguments of."""
+    return paged_attention if arrays.cu_q_lens is None else ragged_paged_attention
+
+
+@functools.cache
+def compiled(attention: Callable, **options) -> Callable:
+    """Return the jitted function; compiling is most of this file's time."""
+    return jax.jit(
+        partial(attention, return_lse=True, **options),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+
+def run(arrays: Arrays, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Return (out, lse) of a call as NumPy arrays."""
+    out, lse = compiled(attention_of(arrays), **options)(*arrays.args())
+    return np.asarray(out), np.asarray(lse)
+
+
+def oracle(arrays: Arrays, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Return (out, lse) of the loop oracle."""
+    return attention_oracle(
+        arrays.q,
+        arrays.k_pages,
+        arrays.v_pages,
+        arrays.page_indices,
+        arrays.seq_lens,
+        arrays.cu_q_lens,
+        **options,
+    )
+
+
+def assert_matches_oracle(
+    arrays: Arrays, out: np.ndarray, lse: np.ndarray, *, score: float = 8.0, **options
+) -> None:
+    """Compare with the oracle: within float32 sums and one rounding of the dtype.
+
+    A score of size `score` has an absolute float32 error of a few times that in units
+    of 2**-23, and the weights have it as a relative error.
+    """
+    expected, expected_lse = oracle(arrays, **options)
+    atol = 4 * score * ULP["float32"]
+    np.testing.assert_allclose(
+        out.astype(np.float64), expected, rtol=ULP[out.dtype.name], atol=atol
+    )
+    np.testing.assert_allclose(lse, expected_lse, rtol=ULP["float32"], atol=atol)
+    blind = np.isinf(expected_lse)
+    assert np.all(out[blind] == 0)
+    assert np.all(np.isneginf(lse[blind]))
+
+
+def small_decode(**options) -> Arrays:
+    """Decode with an empty slot, a full page, a partial page."""
+    return make_arrays([0, 4, 7, 1, 12, 5], **options)
+
+
+def small_ragged(**options) -> Arrays:
+    """Prefill and decode mixed, idle slots, padding."""
+    return make_arrays(
+        [0, 4, 7, 9, 12, 30], q_lens=[0, 4, 3, 0, 1, 22], padding=5, **options
     )

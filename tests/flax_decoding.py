@@ -20,7 +20,7 @@ FORK = (0, 4)
 CHUNK = 5
 MAX_LEN = 40
 STEPS = 24
-FORK_STEP = 9
+FORK_STEP = 8  # at 14 tokens: in the middle of a page of 5, and of 16
 VOCAB = 31
 
 
@@ -219,7 +219,7 @@ def run_layer(call: Any, pool: pj.KVPool, x: np.ndarray) -> np.ndarray:
     Returns the pieces joined again, [SLOTS, L, F]. `call(pool, x, batch)` gives
     `(pool, y)`.
     """
-    _, prefill, decode = lay_out_batches(x.shape[1], pool.page_size)
+    prefill, decode = lay_out_batches(x.shape[1], pool.page_size)
     call = jax.jit(call)
     pool, first = call(pool, jnp.asarray(x[:, :-1].reshape(-1, x.shape[2])), prefill)
     _, last = call(pool, jnp.asarray(x[:, -1]), decode)
@@ -230,13 +230,13 @@ def run_layer(call: Any, pool: pj.KVPool, x: np.ndarray) -> np.ndarray:
 @functools.cache
 def lay_out_batches(
     length: int, page_size: int
-) -> tuple[pj.PageTable, pj.RaggedBatch, pj.RaggedBatch]:
-    """A table of SLOTS sequences, all but their last token, and that token."""
+) -> tuple[pj.RaggedBatch, pj.RaggedBatch]:
+    """SLOTS sequences: all but their last token, and that token."""
     table, _ = make_cache(page_size=page_size)
     table = append(table, [length] * SLOTS)
     before = jnp.full((SLOTS,), length - 1, jnp.int32)
     prefill = pack(table, before, num_tokens=SLOTS * (length - 1), seq_lens=before)
-    return table, prefill, pack_decode(table, jnp.ones((SLOTS,), bool))
+    return prefill, pack_decode(table, jnp.ones((SLOTS,), bool))
 
 
 def append(table: pj.PageTable, num_tokens: list[int]) -> pj.PageTable:

@@ -44,7 +44,7 @@ def inputs(num_pages: int) -> Inputs:
     return {
         "counts": jnp.ones((SLOTS,), jnp.int32),
         "parents": jnp.arange(SLOTS, dtype=jnp.int32),
-        "mask": jnp.array([True, False, True, False]),
+        "mask": jnp.array([True, True, False, False]),
         "src": jnp.array([1, 3], jnp.int32),
         "dst": jnp.array([0, SLOTS], jnp.int32),
         "some": jnp.array([1, 2], jnp.int32),
@@ -89,7 +89,6 @@ def in_while(table: pj.PageTable, x: Inputs) -> pj.PageTable:
 
 
 PROGRAMS: dict[str, Verb] = VERBS | {
-    "all": all_verbs,
     "scan": in_scan,
     "while_loop": in_while,
 }

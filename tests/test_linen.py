@@ -133,7 +133,7 @@ def test_init_gives_the_parameters_of_the_dense_layer(options):
     key = jax.random.key(5)
     x = jnp.ones((decoding.SLOTS, FEATURES))
     want = nn.MultiHeadDotProductAttention(HEADS, **options).init(key, x[:, None])
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache(head_dim=options.get("qkv_features", 24) // HEADS)
     layer = PagedAttention(HEADS, layer=0, **options)
     got = jax.jit(layer.init)(key, pool, x, batch)
@@ -159,7 +159,7 @@ def test_a_nameless_layer_takes_the_name_of_the_dense_one():
 
     x = inputs()
     variables = Dense().init(jax.random.key(0), x)
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache()
     jax.eval_shape(Paged().apply, variables, pool, x[:, -1], batch)
 
@@ -249,7 +249,7 @@ def test_layer_may_be_traced():
 def test_pool_is_updated_in_place():
     _, variables = dense_and_variables()
     layer = PagedAttention(HEADS, layer=1)
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache()
     step = jax.jit(layer.apply, donate_argnums=1)
     where = [pages.unsafe_buffer_pointer() for pages in jax.tree.leaves(pool)]
@@ -266,7 +266,7 @@ def test_equal_models_share_a_program():
         return apply(params, pool, tokens, batch)
 
     step = jax.jit(step, static_argnums=0)
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache()
     tokens = jnp.arange(decoding.SLOTS)
     results = []
@@ -282,7 +282,7 @@ def test_equal_models_share_a_program():
 @pytest.mark.core
 def test_errors_name_the_numbers():
     _, variables = dense_and_variables()
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache()
     x = jnp.zeros((decoding.SLOTS, FEATURES))
 
@@ -316,7 +316,7 @@ def test_errors_name_the_numbers():
 
 def test_deterministic_may_be_given_in_the_call():
     _, variables = dense_and_variables()
-    _, _, batch = decoding.lay_out_batches(9, 5)
+    _, batch = decoding.lay_out_batches(9, 5)
     _, pool = decoding.make_cache()
     x = jnp.zeros((decoding.SLOTS, FEATURES))
     layer = PagedAttention(HEADS, layer=0, dropout_rate=0.25)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import gguf
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -100,7 +99,9 @@ def test_quantised_gguf_is_close_to_what_was_written(tmp_path, kind):
     config = tiny.small(hidden_size=32, ffn_size=64, head_dim=16)
     weights = tiny.make_weights(config)
     path = tmp_path / "tiny.gguf"
-    tiny.write_gguf(path, config, weights, quantise=gguf.GGMLQuantizationType[kind])
+    tiny.write_gguf(
+        path, config, weights, quantise=tiny.gguf.GGMLQuantizationType[kind]
+    )
     _, got = read_gguf(path)
     steps = {"Q4": 16, "Q5": 32, "Q8": 256, "F1": 2000, "BF": 250}[kind[:2]]
     for name, values in weights.items():

@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 import tiny_models as tiny
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,8 @@ from pagedjax.models import ChatTemplate, ModelError, Tokenizer
 from pagedjax.models.gguf_file import open_gguf
 from pagedjax.models.gguf_tokenizer import tokenizer_from_gguf
 from pagedjax.models.tokenizer import tokenizer_from_folder
+
+tokenizers = pytest.importorskip("tokenizers")
 
 TEXTS = [
     "",

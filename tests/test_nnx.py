@@ -165,7 +165,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_dense_layer():
     layer = PagedAttention.from_dense(dense, layer=0)
     exact = make_dense(nnx.Rngs(0))
     nnx.update(exact, jax.tree.map(lambda p: p.astype(jnp.float32), nnx.state(dense)))
-    table, pool = decoding.make_cache(dtype=jnp.bfloat16)
+    _, pool = decoding.make_cache(dtype=jnp.bfloat16)
     x = inputs()
     want = np.asarray(exact(x, is_causal=True))
     dense_error = np.abs(np.asarray(dense(x, is_causal=True), np.float32) - want).max()
@@ -181,12 +181,6 @@ def test_shares_the_parameters_of_the_dense_layer():
     assert layer.out.bias is dense.out.bias
     dense_state, state = (nnx.to_flat_state(nnx.state(m)) for m in (dense, layer))
     assert [path for path, _ in state] == [path for path, _ in dense_state]
-    # A change to the one is a change to the other.
-    table, pool = decoding.make_cache()
-    before = decoding.run_layer(layer, pool, inputs())
-    dense.out.bias[...] = dense.out.bias[...] + 1
-    after = decoding.run_layer(layer, pool, inputs())
-    np.testing.assert_allclose(after, before + 1, rtol=1e-5, atol=1e-5)
 
 
 def test_layer_may_be_traced():
@@ -206,7 +200,7 @@ def test_layer_may_be_traced():
         xs = (stacked, jnp.arange(LAYERS))
         return jax.lax.scan(body, (pool, x), xs)[0]
 
-    table, pool = decoding.make_cache()
+    _, pool = decoding.make_cache()
     x = inputs()
     got = decoding.run_layer(call, pool, x)
     want = dense[1](dense[0](x, is_causal=True), is_causal=True)

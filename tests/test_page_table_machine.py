@@ -31,7 +31,7 @@ from table_model import TableModel
 import pagedjax as pj
 from pagedjax import _page_ops, _page_table
 
-RUNS = int(os.environ.get("PAGEDJAX_MACHINE_RUNS", "700"))
+RUNS = int(os.environ.get("PAGEDJAX_MACHINE_RUNS", "670"))
 STEPS = 60
 SLOTS, LAYERS = 4, 2
 SMALL, LARGE = 9, 12  # pages: scarce, so that refusals are as common as service
@@ -277,7 +277,7 @@ def _unchecked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Traces without the debug checks.
 
     They lower to nothing outside `checkify`, but JAX dispatches a program that has
-    had an effect from Python, several times slower. `test_cases` runs them.
+    had an effect from Python, several times slower. `test_caller_bugs` runs them.
     """
 
     @functools.wraps(step)

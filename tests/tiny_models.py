@@ -1,14 +1,20 @@
-"""Tiny models on disk, written by the formats' own writers."""
+"""Tiny models on disk, written by the formats' own writers.
+
+Where the `models` extra is not installed, the tests that import this are skipped.
+"""
 
 import dataclasses
 import json
 
-import gguf
 import numpy as np
-from safetensors.numpy import save_file
+import pytest
 
 from pagedjax.models import LlamaConfig, weight_shapes
 from pagedjax.models.tokenizer import BYTE_OF
+
+gguf = pytest.importorskip("gguf")
+save_file = pytest.importorskip("safetensors.numpy").save_file
+pytest.importorskip("tokenizers")
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["th", "the", "Ġthe", "an", "and", "Ġan", "Ġand", "in", "ing"]
