@@ -1,0 +1,5 @@
+"""The custom call: attention over paged keys and values outside XLA.
+
+Arrays in, arrays out; imports jax only. `ascend_bridge.host` runs on the processor,
+from the sources in `host_executor`; `ascend_bridge.build` compiles them.
+"""

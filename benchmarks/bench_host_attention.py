@@ -1,0 +1,172 @@
+"""The native host attention against the memory of this machine, and against XLA.
+
+Decode reads every key and value once, so its limit is the speed of the memory: `ratio`
+of the `decode_...` cases is useful bytes per second over those of a plain threaded read
+that takes turns with it. The last cases compare with XLA, with gathering everything,
+and with the detection of shared prefixes switched off; there `ratio` is baseline time
+over host time.
+"""
+
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ascend_bridge import host
+from benchmarks._harness import (
+    Case,
+    interleave,
+    make_roofline,
+    median_ratio,
+    run_cli,
+)
+from benchmarks.bench_attention import dense_decode
+from pagedjax import paged_attention, ragged_paged_attention
+
+LARGE, SMALL, WIDE = (32, 8, 128), (9, 3, 64), (32, 32, 128)  # (H, K, D)
+POOL_BYTES = 256 * 2**20  # keys and values of a case; no cache holds them
+READ_BYTES = 256 * 2**20
+
+Arrays = tuple[jax.Array, ...]
+
+
+def main() -> Iterable[Case]:
+    """Yields a case for each shape, then the comparisons."""
+    usable, reason = host.usable()
+    if not usable:
+        raise SystemExit(f"nothing to measure: {reason}")
+    read = make_roofline(READ_BYTES)
+    for dtype in ("float32", "bfloat16"):
+        for heads in (LARGE, SMALL, WIDE):
+            for context in (1024, 4096, 16384):
+                for page_size in (16, 64):
+                    yield against_memory(read, dtype, heads, context, page_size)
+        yield against_memory(read, dtype, LARGE, 32768, 16, slots=1)
+    for dtype in ("float32", "bfloat16"):
+        yield from against_xla(dtype)
+    for heads in (LARGE, SMALL, WIDE):
+        yield from sharing(heads)
+    yield prefill()
+
+
+def make_arrays(
+    slots: int,
+    context: int,
+    heads: tuple[int, int, int],
+    dtype: str = "float32",
+    page_size: int = 16,
+    shared: int = 0,
+) -> Arrays:
+    """Makes queries and a pool in which slots own shuffled pages, some shared."""
+    num_heads, num_kv_heads, head_dim = heads
+    width, common = -(-context // page_size), shared // page_size
+    own = slots * (width - common)
+    ids = np.random.default_rng(0).permutation(common + own).astype(np.int32)
+    table = np.empty((slots, width), np.int32)
+    table[:, :common] = ids[:common]
+    table[:, common:] = ids[common:].reshape(slots, -1)
+    shape = (common + own, page_size, num_kv_heads, head_dim)
+    keys = jax.random.split(jax.random.key(0), 3)
+    return (
+        jax.random.normal(keys[0], (slots, num_heads, head_dim), dtype),
+        jax.random.normal(keys[1], shape, dtype),
+        jax.random.normal(keys[2], shape, dtype),
+        jnp.asarray(table),
+        jnp.full((slots,), context, jnp.int32),
+    )
+
+
+def against_memory(
+    read, dtype: str, heads: tuple, context: int, page_size: int, slots: int = 0
+) -> Case:
+    """Times decode and a plain read in turn."""
+    token = 2 * heads[1] * heads[2] * jnp.dtype(dtype).itemsize
+    slots = slots or max(1, POOL_BYTES // (context * token))
+    arrays = make_arrays(slots, context, heads, dtype, page_size)
+    run = blocking(host.paged_attention, arrays)
+    seconds = interleave({"host": run, "read": read})
+    useful = slots * context * token
+    share = median_ratio(seconds["read"], seconds["host"]) * useful / READ_BYTES
+    return Case(
+        f"decode_{slots}x{context}_{'x'.join(map(str, heads))}_{dtype}_page{page_size}",
+        useful / np.median(seconds["host"]) / 1e9,
+        "GB/s",
+        "plain threaded read",
+        share,
+        {"heads": heads, "dtype": dtype, "page_size": page_size},
+    )
+
+
+def against_xla(dtype: str) -> Iterable[Case]:
+    """Times 8 sequences of 4096 tokens on the host, on XLA, and gathered whole."""
+    arrays = make_arrays(8, 4096, LARGE, dtype)
+    xla = functools.partial(paged_attention, implementation="xla")
+    runs = {
+        "host": blocking(host.paged_attention, arrays),
+        "xla": blocking(xla, arrays),
+        "dense": blocking(dense_decode, arrays),
+    }
+    seconds = interleave(runs, repeats=5)
+    for name, baseline in (("xla", "XLA"), ("dense", "gather everything, softmax")):
+        yield Case(
+            f"decode_8x4096_{dtype}_against_{name}",
+            float(np.median(seconds["host"])) * 1e3,
+            "ms",
+            baseline,
+            median_ratio(seconds[name], seconds["host"]),
+            {"heads": LARGE, "dtype": dtype, "page_size": 16},
+        )
+
+
+def sharing(heads: tuple[int, int, int]) -> Iterable[Case]:
+    """Times 32 slots with 2048 shared tokens and without, detection on and off."""
+    for shared in (2048, 0):
+        slots = 32 if shared else 8  # nothing shared: the pool would not fit
+        arrays = make_arrays(slots, 2112, heads, shared=shared)
+        off = functools.partial(host.paged_attention, share_prefixes=False)
+        runs = {
+            "on": blocking(host.paged_attention, arrays),
+            "off": blocking(off, arrays),
+        }
+        seconds = interleave(runs)
+        yield Case(
+            f"shared_{shared}_of_2112_{'x'.join(map(str, heads))}",
+            float(np.median(seconds["on"])) * 1e3,
+            "ms",
+            "detection off",
+            median_ratio(seconds["off"], seconds["on"]),
+            {"slots": slots, "heads": heads, "dtype": "float32"},
+        )
+
+
+def prefill() -> Case:
+    """Times 512 tokens of one sequence, per layer of SmolLM2-135M."""
+    arrays = make_arrays(1, 512, SMALL)
+    q = jnp.broadcast_to(arrays[0], (512, *arrays[0].shape[1:]))
+    arrays = (q, *arrays[1:], jnp.array([0, 512], jnp.int32))
+    xla = functools.partial(ragged_paged_attention, implementation="xla")
+    runs = {
+        "host": blocking(host.ragged_paged_attention, arrays),
+        "xla": blocking(xla, arrays),
+    }
+    seconds = interleave(runs)
+    return Case(
+        "prefill_512",
+        float(np.median(seconds["host"])) * 1e3,
+        "ms",
+        "XLA",
+        median_ratio(seconds["xla"], seconds["host"]),
+        {"heads": SMALL, "dtype": "float32"},
+    )
+
+
+def blocking(attention, arrays: Arrays):
+    """Returns the compiled call as a function that waits for its result."""
+    compiled = jax.jit(attention)
+    return lambda: jax.block_until_ready(compiled(*arrays))
+
+
+if __name__ == "__main__":
+    run_cli(main)
