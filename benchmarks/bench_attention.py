@@ -1,4 +1,4 @@
-"""Paged attention on this machine against gathering everything and a softmax.
+"""Paged attention on XLA against gathering everything and a softmax.
 
 The baseline gathers the whole context of every slot into one dense array and runs the
 plain formula, which is what paged attention is without a loop over pages. Both run in
@@ -49,6 +49,9 @@ PREFILL = [
     ("prefill_512_large", 1, 512, 512, LARGE),
 ]
 
+PAGED_DECODE = functools.partial(paged_attention, implementation="xla")
+PAGED_PREFILL = functools.partial(ragged_paged_attention, implementation="xla")
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -60,12 +63,12 @@ def main() -> Iterable[Case]:
     for name, layers, lengths, heads in DECODE:
         arrays = make_arrays(lengths, len(lengths), heads)
         yield measure(
-            name, layers, paged_attention, dense_decode, arrays, lengths, roofline
+            name, layers, PAGED_DECODE, dense_decode, arrays, lengths, roofline
         )
     for name, layers, length, rows, heads in PREFILL:
         arrays = (*make_arrays([length], rows, heads), jnp.array([0, rows], jnp.int32))
         yield measure(
-            name, layers, ragged_paged_attention, dense_prefill, arrays, [length], None
+            name, layers, PAGED_PREFILL, dense_prefill, arrays, [length], None
         )
 
 
@@ -120,6 +123,7 @@ def measure(
         "rows": arrays[0].shape[0],
         "heads": (num_heads, num_kv_heads, head_dim),
         "page_size": PAGE_SIZE,
+        "implementation": "xla",
         "dtype": "float32",
         "layers": layers,
     }

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
+from ascend_bridge import host
 from pagedjax import _attention_xla, _attention_xla_grad
 from pagedjax._attention_call import AttentionCall, describe_call
 
@@ -408,6 +409,7 @@ class _Implementation:
 
 # Best first. An implementation is added with one line here.
 _IMPLEMENTATIONS: dict[str, _Implementation] = {
+    "host": _Implementation(("cpu",), host.supports, host.usable, host.attend),
     "xla": _Implementation(
         (_ANY,),
         _attention_xla.supports,

@@ -27,6 +27,8 @@ AXES: dict[str, tuple] = {
 }
 
 
+# What `run` and `attention_of` run; "xla" unless a test says otherwise.
+IMPLEMENTATION = "xla"
 # Relative rounding of the result's dtype: one unit in the last place.
 ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -193,12 +195,17 @@ def case_arrays(case: Case, *, ragged: bool) -> Arrays:
 
 def attention_of(arrays: Arrays) -> Callable:
     """Return the function that the arrays are arguments of."""
-    return paged_attention if arrays.cu_q_lens is None else ragged_paged_attention
+    ragged = arrays.cu_q_lens is not None
+    return partial(
+        ragged_paged_attention if ragged else paged_attention,
+        implementation=IMPLEMENTATION,
+    )
 
 
 @functools.cache
-def compiled(attention: Callable, **options) -> Callable:
-    """Return the jitted function; compiling is most of this file's time."""
+def compiled(ragged: bool, **options) -> Callable:
+    """Return the jitted function; compiling is most of this suite's time."""
+    attention = ragged_paged_attention if ragged else paged_attention
     return jax.jit(
         partial(attention, return_lse=True, **options),
         compiler_options={"xla_backend_optimization_level": 0},
@@ -207,7 +214,9 @@ def compiled(attention: Callable, **options) -> Callable:
 
 def run(arrays: Arrays, **options) -> tuple[np.ndarray, np.ndarray]:
     """Return (out, lse) of a call as NumPy arrays."""
-    out, lse = compiled(attention_of(arrays), **options)(*arrays.args())
+    options = {"implementation": IMPLEMENTATION, **options}
+    call = compiled(arrays.cu_q_lens is not None, **options)
+    out, lse = call(*arrays.args())
     return np.asarray(out), np.asarray(lse)
 
 

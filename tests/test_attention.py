@@ -32,6 +32,17 @@ RAGGED_CASES = (
     + [pytest.param(case, marks=pytest.mark.slow) for case in ALL_CASES[20:]]
 )
 
+
+@pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
+def implementation(request, monkeypatch) -> str:
+    """Run every test of this file on every implementation that is usable here."""
+    usable, reason = available_implementations()[request.param]
+    if not usable:
+        pytest.skip(reason)
+    monkeypatch.setattr(cases, "IMPLEMENTATION", request.param)
+    return request.param
+
+
 BOTH = pytest.mark.parametrize("make", [small_decode, small_ragged])
 
 
@@ -57,13 +68,11 @@ def check_case(implementation: str, case: Case, *, ragged: bool) -> None:
     assert_matches_oracle(arrays, *run(arrays, **options), **case.options)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode_matches_oracle(case: Case, implementation: str) -> None:
     check_case(implementation, case, ragged=False)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
 def test_ragged_matches_oracle(case: Case, implementation: str) -> None:
     check_case(implementation, case, ragged=True)
