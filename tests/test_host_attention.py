@@ -186,8 +186,15 @@ def test_shard_map_over_kv_heads_never_hangs(check_vma: bool) -> None:
     arrays = draw([500, 1, 0, 700], heads=(8, 4), page_size=16)
     want = run(arrays)
     specs = (P(None, "heads"), P(None, None, "heads"), P(None, None, "heads"), P(), P())
+
+    def attend(q, *rest):
+        out, lse = host.paged_attention(q, *rest, return_lse=True)
+        for result in (out, lse):
+            assert jax.typeof(result).manual_axis_type == jax.typeof(q).manual_axis_type
+        return out, lse
+
     call = jax.shard_map(
-        partial(host.paged_attention, return_lse=True),
+        attend,
         mesh=mesh,
         in_specs=specs,
         out_specs=(P(None, "heads"), P(None, "heads")),
