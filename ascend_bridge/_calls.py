@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_batching import custom_vmap
 
 from ascend_bridge import _library
@@ -22,14 +23,13 @@ def attention_caller(
 
     @custom_vmap
     def call(*arrays: jax.Array) -> list[jax.Array]:
+        arrays = _varying_alike(arrays)
         q = arrays[0]
+        lse = jax.typeof(q[:, :, 0].astype(jnp.float32))
         name = "ragged_paged_attention" if ragged else "paged_attention"
         run = jax.ffi.ffi_call(
             _library.PREFIX + name,
-            [
-                jax.ShapeDtypeStruct(q.shape, q.dtype),
-                jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
-            ],
+            [jax.typeof(q), lse],
         )
         results = run(
             *arrays,
@@ -153,7 +153,8 @@ def _changing_pages(name: str) -> Callable[..., list[jax.Array]]:
     """Return a call whose two results are its first two arguments, changed in place."""
 
     def call(*arrays: jax.Array, **attributes: Any) -> list[jax.Array]:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:2]]
+        arrays = _varying_alike(arrays)
+        shapes = [jax.typeof(x) for x in arrays[:2]]
         run = jax.ffi.ffi_call(
             _library.PREFIX + name, shapes, input_output_aliases={0: 0, 1: 1}
         )
@@ -170,3 +171,17 @@ def _all_batched(
         x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
         for x, batched in zip(arrays, in_batched, strict=True)
     ]
+
+
+def _varying_alike(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Under shard_map, make all operands vary over the axes that any varies over.
+
+    A custom call takes no part in this bookkeeping by itself: its results are what
+    they are declared to be, here of the types of operands.
+    """
+    held = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset().union(*held)
+    return tuple(
+        lax.pcast(x, tuple(sorted(every - axes)), to="varying") if every - axes else x
+        for x, axes in zip(arrays, held, strict=True)
+    )

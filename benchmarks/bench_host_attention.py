@@ -40,9 +40,8 @@ def main() -> Iterable[Case]:
     read = make_roofline(READ_BYTES)
     for dtype in ("float32", "bfloat16"):
         for heads in (LARGE, SMALL, WIDE):
-            for context in (1024, 4096, 16384):
-                for page_size in (16, 64):
-                    yield against_memory(read, dtype, heads, context, page_size)
+            for context, page_size in ((1024, 16), (4096, 16), (4096, 64), (16384, 16)):
+                yield against_memory(read, dtype, heads, context, page_size)
         yield against_memory(read, dtype, LARGE, 32768, 16, slots=1)
     for dtype in ("float32", "bfloat16"):
         yield from against_xla(dtype)
