@@ -13,7 +13,7 @@ import pagedjax as pj
 
 pytestmark = pytest.mark.core
 
-CLASSES = {"CopyPlan", "KVPool", "PageTable", "RaggedBatch"}
+CLASSES = ("CopyPlan", "KVPool", "PageTable", "RaggedBatch")
 # What takes state, takes it first and by this name.
 FIRST = {
     "table": (
