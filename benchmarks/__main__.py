@@ -12,7 +12,13 @@ from pathlib import Path
 
 from benchmarks._harness import Case, format_ratio
 
-_BENCHMARKS = ("bench_page_table", "bench_attention", "bench_generate", "bench_memory")
+_BENCHMARKS = (
+    "bench_page_table",
+    "bench_attention",
+    "bench_host_attention",
+    "bench_generate",
+    "bench_memory",
+)
 _RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
