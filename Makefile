@@ -115,4 +115,4 @@ bench: $(VENV)/.dev
 	$(PY) -m benchmarks
 
 clean:
-	rm -rf build $(VENV) $(VENV)312 .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build ascend_bridge/_host.so ascend_bridge/_host.json $(VENV) $(VENV)312 .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,6 @@
 """`python -m pagedjax`: the command line without the installed script."""
 
-import sys
-
-from pagedjax.cli import main
+from pagedjax.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -217,9 +217,9 @@ def merge_attention(
     lses = jnp.stack([lse.astype(jnp.float32) for _, lse in parts])
     outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts])
     peak = jnp.max(lses, axis=0)
-    some = peak > -jnp.inf
+    some = peak != -jnp.inf  # NaN is not nothing
     peak = lax.stop_gradient(jnp.where(some, peak, 0.0))
-    live = lses > -jnp.inf
+    live = lses != -jnp.inf
     # The inner `where` keeps exp and its gradient away from -inf.
     weights = jnp.exp(jnp.where(live, lses, 0.0) - peak[None])
     weights = jnp.where(live, weights, 0.0)

@@ -11,7 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+_FLOAT32_MIN = float(np.finfo(np.float32).tiny)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOATS = ("float32", "bfloat16", "float16")
 _QUANTISED = ("int8", "float8_e4m3fn")
 
@@ -104,6 +107,7 @@ def describe_call(
     num_pages, page_size, num_kv_heads, kv_head_dim = k_pages.shape
     num_slots, pages_per_slot = page_indices.shape
     for name, size in (
+        ("rows of q", num_tokens),
         ("heads of q", num_heads),
         ("head_dim of q", head_dim),
         ("pages of k_pages", num_pages),
@@ -155,7 +159,7 @@ def describe_call(
         kv_dtype=jnp.dtype(k_pages.dtype).name,
         ragged=cu_q_lens is not None,
         scale=_checked_scale(scale, head_dim),
-        window=_checked_window(window),
+        window=_checked_window(window, pages_per_slot * page_size),
         soft_cap=_checked_soft_cap(soft_cap),
         has_scales=k_scales is not None,
     )
@@ -213,13 +217,13 @@ def _checked_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     scale = _as_static_float("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not abs(scale) <= _FLOAT32_MAX:
+        raise ValueError(f"scale must be finite, got {scale} (for a float32)")
     return scale
 
 
-def _checked_window(window: int | None) -> int | None:
-    """Return the window as a Python int of at least 1, or None."""
+def _checked_window(window: int | None, capacity: int) -> int | None:
+    """Return the window as a Python int of at least 1; None if it hides nothing."""
     if window is None:
         return None
     if isinstance(window, jax.core.Tracer):
@@ -230,7 +234,7 @@ def _checked_window(window: int | None) -> int | None:
             f"window must be at least 1 (a token sees itself), got {window}; "
             "use None for no window"
         )
-    return window
+    return window if window < capacity else None
 
 
 def _checked_soft_cap(soft_cap: float | None) -> float | None:
@@ -238,9 +242,10 @@ def _checked_soft_cap(soft_cap: float | None) -> float | None:
     if soft_cap is None:
         return None
     soft_cap = _as_static_float("soft_cap", soft_cap)
-    if not (soft_cap > 0 and math.isfinite(soft_cap)):
+    if not _FLOAT32_MIN <= soft_cap <= _FLOAT32_MAX:
         raise ValueError(
-            f"soft_cap must be positive and finite, got {soft_cap}; use None for none"
+            f"soft_cap must be positive and finite, got {soft_cap} (for a float32); use"
+            " None for none"
         )
     return soft_cap
 

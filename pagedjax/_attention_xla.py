@@ -237,7 +237,7 @@ def attend_blocks(
         peak, total, acc = body(jnp.int32(0), carry)
     else:
         peak, total, acc = lax.fori_loop(0, jnp.max(lengths), body, carry)
-    some = total > 0
+    some = total != 0  # also where it is NaN, which must not look like nothing
     total = jnp.where(some, total, 1.0)
     out = jnp.where(some[..., None], acc / total[..., None], 0.0)
     lse = jnp.where(some, peak + jnp.log(total), -jnp.inf)

@@ -57,7 +57,7 @@ def attend_backward(
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     blocks = xla.RowBlocks(q_lens, rows)
     # A row that saw nothing is constant: no gradient, whatever its cotangent is.
-    some = lse > -jnp.inf
+    some = lse != -jnp.inf
     d_out = jnp.where(some[..., None], d_out.astype(jnp.float32), 0.0)
     d_lse = jnp.where(some, d_lse, 0.0)
     # ds = p * (do v^T + bias): both terms that are the same for every key of a row.
@@ -104,7 +104,7 @@ def _block_backward(
     scale = jnp.float32(call.scale)
     q = q * scale
     # Rows that saw nothing have lse -inf; their weights are masked, not computed.
-    lse = jnp.where(lse > -jnp.inf, lse, 0.0)
+    lse = jnp.where(lse != -jnp.inf, lse, 0.0)
 
     def body(i: jax.Array, carry: xla.Triple) -> xla.Triple:
         dq, dk, dv = carry

@@ -377,10 +377,10 @@ def _memory_errors(job: _Job) -> Iterator[None]:
 
 
 def _too_large(job: _Job, reason: str) -> str:
-    plan = job.plan
-    pool = plan.num_pages * job.options.page_size * kv_bytes_per_token(job.model)
+    plan, options = job.plan, job.options
+    pool = plan.num_pages * options.page_size * kv_bytes_per_token(job.model)
     return (
-        f"a pool of {plan.num_pages} pages takes {size_text(pool)} and"
-        f" {plan.rows * job.options.n} samples at once take more; {reason}: lower"
-        " --num-pages, --max-tokens, --n or --batch-size"
+        f"out of memory, {reason}: the pool of {plan.num_pages} x {options.page_size}"
+        f" tokens takes {size_text(pool)}, and {plan.rows * options.n} samples run at"
+        " once; lower --num-pages, --page-size, --max-tokens, --n or --batch-size"
     )

@@ -98,11 +98,15 @@ class Report:
                 f"{self.pages_used} used of {self.plan.num_pages} ({page_size} tokens"
                 f" each), {self.pages_shared} shared, {self.pages_copied} copied",
             ),
-            ("useful memory", f"{100 * self.tokens_held / max(used, 1):.1f} %"),
+            (
+                "useful memory",
+                f"{100 * self.tokens_held / max(used, 1):.1f} % of the places in the"
+                " used pages hold a token",
+            ),
             (
                 "KV cache",
-                f"{size_text(used * token_bytes)}; a dense one"
-                f" {size_text(dense * token_bytes)}",
+                f"{size_text(used * token_bytes)} of pages used; a dense cache as long"
+                f" as the longest sample may get: {size_text(dense * token_bytes)}",
             ),
         ]
         if self.options.temperature > 0:

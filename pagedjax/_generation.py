@@ -62,7 +62,7 @@ class PagedModel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PageStats:
-    """What the pages did. The three snapshots are of the step with most pages used.
+    """What the pages did. The snapshots are of the last step with most pages used.
 
     Attributes:
       pages_used: int32[]; most pages that had an owner at one time.
@@ -243,7 +243,8 @@ def _prefill(
 def proceed(
     params: Any, state: GenerationState, num_steps: jax.Array, *, model: PagedModel
 ) -> GenerationState:
-    last = state.stats.num_steps + num_steps
+    done = state.stats.num_steps
+    last = done + jnp.minimum(num_steps, ops.INT32_MAX - done)  # must not overflow
 
     def unfinished(state: GenerationState) -> jax.Array:
         running = jnp.any(state.status == Status.RUNNING)
@@ -304,7 +305,7 @@ def _record(state: GenerationState, logits: jax.Array) -> GenerationState:
 
 
 def _observe(stats: PageStats, table: PageTable) -> PageStats:
-    """Takes the snapshots anew if more pages are used than ever before."""
+    """Takes the snapshots anew if no fewer pages are used than ever before."""
     starts = jnp.arange(table.pages_per_slot, dtype=jnp.int32) * table.page_size
     held = jnp.clip(
         table.seq_lens[:, None] - starts[None, :], 0, table.page_size
@@ -323,7 +324,7 @@ def _observe(stats: PageStats, table: PageTable) -> PageStats:
         pages_copied=stats.pages_copied,
         num_steps=stats.num_steps,
     )
-    more = used > stats.pages_used
+    more = used >= stats.pages_used
     return jax.tree.map(lambda new, old: jnp.where(more, new, old), seen, stats)
 
 

@@ -103,8 +103,7 @@ def init_kv_pool(
         head_dim=head_dim,
     )
     for name, value in sizes.items():
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+        ops.as_size(name, value)
     if num_layers * num_pages >= ops.INT32_MAX:
         raise ValueError(
             f"num_layers * num_pages = {num_layers * num_pages} does not fit int32"
@@ -227,6 +226,7 @@ def copy_pages(pool: KVPool, plan: CopyPlan) -> KVPool:
             pool,
         )
 
+    pool = ops.vary_together(pool, src, dst)
     return lax.fori_loop(0, -(-count[-1] // block), copy_block, pool)
 
 
@@ -257,6 +257,12 @@ def gather_kv(
       >>> k.shape
       (4, 1, 1)
     """
+    of_table = (table.num_pages, table.page_size)
+    if of_table != (pool.num_pages, pool.page_size):
+        raise ValueError(
+            f"the table has {of_table[0]} pages of {of_table[1]} tokens, but the pool"
+            f" has {pool.num_pages} of {pool.page_size}"
+        )
     positions = jnp.arange(table.pages_per_slot * table.page_size, dtype=jnp.int32)
     slots = jnp.full_like(positions, slot)
     pages, offsets = translate(table, slots, positions)
@@ -367,8 +373,10 @@ def layer_page_indices(
       ... ).tolist()
       [4, 7, 8]
     """
-    if isinstance(layer, int) and not 0 <= layer < num_layers:
-        raise ValueError(f"layer {layer} is not one of {num_layers} layers")
+    if not isinstance(layer, jax.Array):
+        layer = ops.as_size("layer", layer, low=-ops.INT32_MAX - 1)
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} is not one of {num_layers} layers")
     layer = jnp.asarray(layer, jnp.int32)
     valid = (page_indices >= 0) & (page_indices < num_pages)
     valid &= (layer >= 0) & (layer < num_layers)

@@ -4,6 +4,7 @@ Who is served, the free stack and the reference counts. Only `inc_ref` and
 `dec_ref` change a count; only `take_pages` and `dec_ref` change the stack.
 """
 
+import operator
 from typing import Any
 
 import chex
@@ -73,7 +74,9 @@ def serve(
 
     hope = shared & (group == own) & (writers == owners)
     # `zeros_like`, not a constant: under shard_map the carry varies as its inputs do.
-    start = (hope, jnp.zeros_like(num_new), fits, jnp.zeros_like(fits[0]))
+    start = vary_together(
+        (hope, jnp.zeros_like(num_new), fits, jnp.asarray(False)), num_new, num_free
+    )
     _, copies, ok, _ = lax.while_loop(lambda state: ~state[3], decide, start)
     return copies, ok
 
@@ -108,7 +111,10 @@ def inc_ref(
 
 
 def dec_shared(refcounts: jax.Array, pages: jax.Array) -> jax.Array:
-    """Takes an owner from each page that is not NULL and keeps at least one."""
+    """Takes an owner from each page that is not NULL; frees none.
+
+    Enough by itself where every page keeps an owner; the first half of `dec_ref`.
+    """
     return refcounts.at[_no_wrap(pages, refcounts.shape[0])].add(-1, mode="drop")
 
 
@@ -133,6 +139,8 @@ def dec_ref(
     Returns:
       `(refcounts, free_pages, num_free)`.
     """
+    if not pages.shape[0]:
+        return refcounts, free_pages, num_free
     null = refcounts.shape[0]
     entry = jnp.arange(pages.shape[0], dtype=jnp.int32)
     refcounts = dec_shared(refcounts, pages)
@@ -168,13 +176,51 @@ def num_pages_of(num_tokens: Any, page_size: int) -> Any:
     return -(-num_tokens // page_size)
 
 
+def vary_together(tree: Any, *others: Any) -> Any:
+    """Marks arrays as varying over each mesh axis that any of the others vary over.
+
+    Under `shard_map` a loop must carry the same types in and out. What starts equal
+    on all devices, and meets data that is not, has to be marked before the loop.
+    Nothing of it is left in the compiled program.
+    """
+    leaves = jax.tree.leaves((tree, others))
+    axes = frozenset().union(*map(_varying, leaves))
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def as_size(name: str, value: Any, low: int = 1) -> int:
+    """Takes a static size as a Python int.
+
+    Raises:
+      ValueError: it is not a whole number, or below `low`.
+    """
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = low - 1
+    if size < low:
+        raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
+    return size
+
+
 def as_int32(name: str, values: Any, shape: tuple[int | None, ...]) -> jax.Array:
     """Takes an argument as an int32 array of the given shape (None: any size).
 
     Raises:
       TypeError: it is not of a whole-number type that fits.
-      ValueError: it has another shape.
+      ValueError: it has another shape, or a number that does not fit.
     """
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+        if values.size and np.issubdtype(values.dtype, np.integer):
+            low, high = int(values.min()), int(values.max())
+            if low < -INT32_MAX - 1 or high > INT32_MAX:
+                raise ValueError(f"{name} must fit int32, got {low} to {high}")
     array = jnp.asarray(values)
     if array.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {array.dtype}")
@@ -204,6 +250,10 @@ def _first_of_same(pages: jax.Array, mask: jax.Array) -> jax.Array:
     start = lax.cummax(jnp.where(starts, own, 0))
     first = jnp.zeros((slots,), jnp.int32).at[slot].set(slot[start])
     return jnp.where(mask, first, slots)
+
+
+def _varying(leaf: jax.Array) -> frozenset[str]:
+    return jax.typeof(leaf).manual_axis_type.varying
 
 
 def _no_wrap(indices: jax.Array, bound: int) -> jax.Array:

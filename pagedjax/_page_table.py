@@ -132,8 +132,7 @@ def init_page_table(
         pages_per_slot=pages_per_slot,
     )
     for name, size in sizes.items():
-        if int(size) != size or size < 1:
-            raise ValueError(f"{name} must be a whole number >= 1, got {size!r}")
+        ops.as_size(name, size)
     for name, product in (
         ("num_pages * page_size", num_pages * page_size),
         ("pages_per_slot * page_size", pages_per_slot * page_size),
@@ -524,8 +523,10 @@ def dec_ref(table: PageTable, pages: jax.Array) -> PageTable:
         owners and is freed once.
 
     Returns:
-      The new table. Counts are not clamped: one that goes below zero is a
-      caller's bug, which `checkify` and `check_integrity` report.
+      The new table. Taking an owner away that was never there is a caller's bug,
+      which `checkify` and `check_integrity` report: counts are not clamped. If it
+      takes the page from a slot that still names it, no check on a count alone can
+      tell, and the page may be handed out again.
 
     Example:
       >>> import jax.numpy as jnp, pagedjax as pj
@@ -547,6 +548,13 @@ def dec_ref(table: PageTable, pages: jax.Array) -> PageTable:
     left = ops.read(table.refcounts, pages)
     ops.check_each(
         ~valid | (left >= 0), "dec_ref: page {v} has no owner to lose", pages
+    )
+    # Only checkify runs this: otherwise nothing uses it.
+    cells = jnp.zeros_like(table.refcounts).at[table.page_indices].add(1, mode="drop")
+    ops.check_each(
+        ~valid | (left >= ops.read(cells, pages)),
+        "dec_ref: page {v} has fewer owners left than cells that name it",
+        pages,
     )
     return table
 
@@ -579,7 +587,7 @@ def translate(
     """
     slots = ops.as_int32("slots", slots, (None,))
     positions = ops.as_int32("positions", positions, slots.shape)
-    # A negative slot would wrap; the fill of `_read` is 0 tokens, so it is absent.
+    # A negative slot would wrap; the fill of `read` is 0 tokens, so it is absent.
     held = (positions >= 0) & (positions < ops.read(table.seq_lens, slots))
     row = jnp.where(held, slots, table.max_slots)
     cell = jnp.where(held, positions // table.page_size, 0)

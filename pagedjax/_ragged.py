@@ -97,8 +97,7 @@ def pack_ragged(
     seq_lens = ops.as_int32(
         "seq_lens", table.seq_lens if seq_lens is None else seq_lens, (slots,)
     )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
+    num_tokens = ops.as_size("num_tokens", num_tokens)
     ops.check_each(
         (q_lens >= 0) & (q_lens <= seq_lens),
         "pack_ragged: slot {i} does not hold its q_len of {v}",
@@ -108,10 +107,18 @@ def pack_ragged(
     q_lens = jnp.clip(q_lens, 0, seq_lens)
     ends = jnp.cumsum(q_lens)
     ops.check_each(
+        seq_lens <= table.seq_lens,
+        "pack_ragged: slot {i} does not hold its seq_len of {v}",
+        seq_lens,
+    )
+    ops.check_each(
         ends <= num_tokens,
         f"pack_ragged: up to slot {{i}} there are {{v}} tokens, over {num_tokens}",
         ends,
     )
+    # Nor may too many tokens: what has no place is left out of its own slot.
+    cut = jnp.clip(ends - num_tokens, 0, q_lens)
+    q_lens, seq_lens, ends = q_lens - cut, seq_lens - cut, jnp.minimum(ends, num_tokens)
     cu_q_lens = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     # A step up at the start of each slot but the first; several where slots are
     # empty. The running sum is the slot of each token.

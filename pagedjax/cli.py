@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       >>> main(["generate", "--model", "smollm2-135m", "--prompt", ""])
       2
     """
+    _replace_closed_streams()
     options = vars(_parser().parse_args(argv))
     command = options.pop("command")
     try:
@@ -77,7 +78,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would fail again when Python closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        _say(f"error: cannot write the output: {error.strerror or error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     return 0
+
+
+def run() -> NoReturn:
+    """Runs the command line as a program: the entry point.
+
+    After Ctrl-C the process ends at once. XLA may still be compiling in its own
+    threads, and taking Python down under them crashes.
+    """
+    code = main()
+    if code == 130:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _replace_closed_streams() -> None:
+    """Reads nothing from, and writes nowhere to, streams the caller has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _say(line: str) -> None:

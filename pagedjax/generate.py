@@ -235,8 +235,7 @@ def continue_generation(
       >>> pj.Status.RUNNING.value
       0
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    num_steps = min(ops.as_size("num_steps", num_steps), ops.INT32_MAX)
     return _continue_jit(params, state, jnp.int32(num_steps), model=model)
 
 
@@ -257,7 +256,7 @@ def finish_generation(state: GenerationState) -> Generation:
         logprobs=state.logprobs.reshape(*by_prompt, width),
         lengths=state.lengths.reshape(by_prompt),
         status=state.status.reshape(by_prompt),
-        stats=state.stats,
+        stats=jax.tree.map(jnp.copy, state.stats),  # the state may be donated next
     )
 
 
@@ -288,14 +287,15 @@ def _check_arguments(
     if num_pages is not None:
         sizes["num_pages"] = num_pages
     for name, value in sizes.items():
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+        ops.as_size(name, value)
     if prompt_lens is None:
         prompt_lens = np.full((batch,), length, np.int32)
     prompt_lens = ops.as_int32("prompt_lens", prompt_lens, (batch,))
     limit = model.max_seq_len
     if not isinstance(prompt_lens, jax.core.Tracer):
-        low, high = int(prompt_lens.min()), int(prompt_lens.max())
+        # NumPy's: under an outer jit even a concrete array's min() is traced.
+        lens = np.asarray(prompt_lens)
+        low, high = int(lens.min()), int(lens.max())
         if low < 0 or high > length:
             raise ValueError(
                 f"prompt_lens must be between 0 and {length}, got {low} to {high}"
@@ -308,7 +308,8 @@ def _check_arguments(
     seeds = np.arange(batch, dtype=np.int32) if seeds is None else seeds
     seeds = ops.as_int32("seeds", seeds, (batch,))
     key = jax.random.key(0) if key is None else key
-    ends = ops.as_int32("eos_ids", np.asarray(list(eos_ids), np.int32), (None,))
+    ids = list(eos_ids) or np.zeros((0,), np.int32)
+    ends = ops.as_int32("eos_ids", ids, (None,))
     longest = length + max_new_tokens
     longest = longest if limit is None else min(longest, max(limit, length))
     if num_pages is None:

@@ -290,3 +290,49 @@ def test_released_cells_before_the_window_are_not_reported() -> None:
     error, out = checkify.checkify(attention)(*arrays.args())
     error.throw()
     np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", list(available_implementations()))
+def test_nan_that_a_row_sees_is_not_hidden(implementation: str) -> None:
+    """0 and -inf mean "saw no key"; a model that diverged must not look like that."""
+    pages = jnp.ones((4, 2, 1, 8))
+    args = (pages, pages, jnp.array([[1, 0], [2, 3]]), jnp.array([3, 3]))
+    q = jnp.ones((2, 2, 8)).at[0].set(jnp.nan)
+    out, lse = paged_attention(q, *args, return_lse=True, implementation=implementation)
+    assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
+    assert jnp.isfinite(out[1]).all()
+
+
+@pytest.mark.core
+def test_merging_keeps_nan() -> None:
+    ones = jnp.ones((1, 2))
+    out, lse = merge_attention((ones, jnp.array([jnp.nan])), (ones, jnp.array([2.0])))
+    assert jnp.isnan(out).all() and jnp.isnan(lse).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "options",
+    [{"soft_cap": 1e-46}, {"soft_cap": 1e39}, {"scale": 1e39}],
+)
+def test_an_option_that_is_no_float32_is_named(options: dict[str, float]) -> None:
+    pages = jnp.ones((4, 2, 1, 8))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        paged_attention(
+            jnp.ones((1, 1, 8)),
+            pages,
+            pages,
+            jnp.array([[0]]),
+            jnp.array([1]),
+            **options,
+        )
+
+
+@pytest.mark.core
+def test_a_window_longer_than_the_table_is_no_window() -> None:
+    pages = jax.random.normal(jax.random.key(0), (4, 2, 1, 8))
+    args = (jnp.ones((1, 1, 8)), pages, pages, jnp.array([[0, 3]]), jnp.array([4]))
+    np.testing.assert_array_equal(
+        paged_attention(*args, window=2**40), paged_attention(*args)
+    )

@@ -272,3 +272,33 @@ def test_a_page_unpinned_too_often_is_whole_again_when_it_is_taken() -> None:
     table = run(lambda t: pj.append(t, ints(4, 4, 0, 12)), table)
     assert int(table.num_free) == 0
     assert pj.check_integrity(table) == []
+
+
+def test_taking_a_page_from_under_a_slot_is_named() -> None:
+    """A count cannot tell a pin from a cell; the cells can."""
+    table, _ = new_state()
+    call = jax.jit(checkify.checkify(pj.dec_ref))
+    table = pj.inc_ref(table, ints(2))
+    error, table = call(table, ints(2))
+    assert error.get() is None
+    error, _ = call(table, ints(2))
+    assert "page 2 has fewer owners left than cells" in (error.get() or "")
+
+
+def test_releasing_no_pages_changes_nothing() -> None:
+    table, _ = new_state()
+    after = pj.dec_ref(table, jnp.zeros((0,), jnp.int32))
+    np.testing.assert_array_equal(after.refcounts, table.refcounts)
+
+
+@pytest.mark.parametrize("wrong", [2**32 + 1, -(2**31) - 1])
+def test_a_number_that_is_no_int32_is_refused(wrong: int) -> None:
+    table, _ = new_state()
+    with pytest.raises(ValueError, match="num_tokens must fit int32"):
+        pj.append(table, np.array([wrong, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("size", [4.0, "4", None])
+def test_a_size_that_is_no_whole_number_is_named(size: Any) -> None:
+    with pytest.raises(ValueError, match="page_size must be a whole number"):
+        pj.init_page_table(num_pages=4, page_size=size, max_slots=1, pages_per_slot=1)

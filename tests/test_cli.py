@@ -174,9 +174,10 @@ def test_table_at_the_end(run):
     # 5 + 11 tokens: one page shared by three, and three pages for each.
     assert rows["pages"] == "10 used of 10 (4 tokens each), 1 shared, 2 copied"
     # 2 layers, 1 head of 4, keys and values, 4 bytes: 64 bytes a token; 5 + 12 of them.
-    assert rows["KV"].endswith(f"2.5 KiB; a dense one {3 * 17 * 64 / 1024:.1f} KiB")
-    # When the tenth page was taken, each sample held 13 tokens, 4 of them shared.
-    assert rows["useful"].endswith(f" {100 * (4 + 3 * 9) / 40:.1f} %")
+    assert "2.5 KiB of pages" in rows["KV"]
+    assert rows["KV"].endswith(f" {3 * 17 * 64 / 1024:.1f} KiB")
+    # In the last step each sample holds 16 tokens, 4 of them shared: all places.
+    assert rows["useful"].split()[1] == f"{100 * (4 + 3 * 12) / 40:.1f}"
     assert rows["seed"] == "1"
     assert "\r" not in err  # no progress bar: stderr is not a terminal
 
@@ -227,7 +228,9 @@ def test_another_dtype(run):
     code, out, err = run("--json", *HELLO, "--dtype", "bfloat16")
     assert code == 0
     assert len(json.loads(out)["token_ids"]) == 12
-    assert "0.5 KiB;" not in err and "512 B;" in err  # 1 page of 16, 32 bytes a token
+    assert (
+        "0.5 KiB of" not in err and "512 B of" in err
+    )  # 1 page of 16, 32 bytes a token
 
 
 def test_numbers_that_are_not_finite_are_null_in_json(run_json, tmp_path):
@@ -401,6 +404,25 @@ def test_more_memory_than_there_is(fails):
     assert "--num-pages" in message and "GiB" in message
     assert "32-bit" in fails(*HELLO, "--num-pages", 2**31 - 1)
     assert "--n " in fails(*HELLO, "--n", 2**31 - 1, "--num-pages", 4)
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "message"),
+    [
+        (">/dev/full", 2, "pagedjax: error: cannot write the output"),
+        (">&-", 0, ""),
+        ("<&- 2>&-", 0, ""),
+    ],
+)
+def test_streams_that_are_full_or_closed(streams, code, message):
+    done = subprocess.run(
+        f"{sys.executable} -m pagedjax doctor {streams}",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert done.stderr.startswith(message)
 
 
 # --- bad input ----------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_page_statistics():
     state = pj.continue_generation(MODEL, PARAMS, state, num_steps=1)
     assert jax.tree.map(float, state.stats) == pj.PageStats(4, 6, 1, 13, 2, 1)
     state = pj.continue_generation(MODEL, PARAMS, state, num_steps=9)
-    assert jax.tree.map(float, state.stats) == pj.PageStats(7, 9, 1, 19, 2, 4)
+    assert jax.tree.map(float, state.stats) == pj.PageStats(7, 9, 1, 22, 2, 4)
 
 
 # --- cost ---------------------------------------------------------------------------
@@ -400,5 +400,5 @@ def test_prompts_of_the_wrong_kind():
     with pytest.raises(ValueError, match=r"shape\[1\] must be"):
         pj.generate(MODEL, PARAMS, tokens[:, :0], max_new_tokens=1)
     state = run(call=pj.start_generation, **SAMPLED)
-    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_steps must be a whole number >= 1"):
         pj.continue_generation(MODEL, PARAMS, state, num_steps=0)

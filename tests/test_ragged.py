@@ -93,6 +93,14 @@ def test_a_wrong_q_len_does_not_move_the_tokens_of_other_slots(wrong: int) -> No
     assert batch.pages.tolist() == [page for _, page, _ in want]
 
 
+def test_too_many_tokens_leave_a_batch_that_attention_accepts() -> None:
+    table = table_of(4, 3, 2, 0)
+    batch = pack(table, ints(4, 3, 2, 0), num_tokens=5)
+    assert batch.cu_q_lens.tolist() == [0, 4, 5, 5, 5]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0]
+    assert batch.seq_lens.tolist() == [4, 1, 0, 0]
+
+
 def test_chunks_cover_a_prompt_without_gap_or_overlap() -> None:
     table = table_of(0, 11, 0, 0)
     whole = pack(table, ints(0, 11, 0, 0), num_tokens=12)
@@ -135,7 +143,7 @@ def test_a_decode_batch_holds_the_last_token_of_each_active_slot() -> None:
         (
             lambda t: pj.pack_ragged(t, ints(0, 0, 0, 0), num_tokens=0),
             ValueError,
-            "num_tokens must be at least 1, got 0",
+            "num_tokens must be a whole number >= 1, got 0",
         ),
         (
             lambda t: pj.pack_ragged(

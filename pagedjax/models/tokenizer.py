@@ -46,9 +46,9 @@ class Tokenizer:
         'The capital'
     """
 
-    backend: Any
-    token_bytes: tuple[bytes, ...]
-    special_ids: frozenset[int]
+    backend: Any = dataclasses.field(repr=False)
+    token_bytes: tuple[bytes, ...] = dataclasses.field(repr=False)
+    special_ids: frozenset[int] = dataclasses.field(repr=False)
     eos_ids: frozenset[int]
     bos_id: int | None = None
     add_bos: bool = False
