@@ -362,20 +362,9 @@ def _run_backward(
     """Recompute the scores block by block from the saved log-sum-exp."""
     del chosen
     arrays, out, lse = saved
-    q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, *_ = arrays
     d_out, d_lse = cotangents
     dq, dk, dv = _attention_xla_grad.attend_backward(
-        call,
-        q,
-        k_pages,
-        v_pages,
-        page_indices,
-        seq_lens,
-        cu_q_lens,
-        out,
-        lse,
-        d_out,
-        d_lse,
+        call, arrays, out, lse, d_out, d_lse
     )
     return dq, dk, dv, *(None for _ in arrays[3:])
 

@@ -21,6 +21,8 @@ from pagedjax._attention_call import AttentionCall
 
 Pair = tuple[jax.Array, jax.Array]
 Triple = tuple[jax.Array, jax.Array, jax.Array]
+# Pages [pages, page_size, K, D], and the scales of quantised ones or None.
+Stored = tuple[jax.Array, jax.Array | None]
 
 _BLOCK_BYTES = 512 * 1024  # of float32 keys in a block: they stay in a core's cache
 _MIN_BLOCK_TOKENS = 64
@@ -31,8 +33,7 @@ _MANY_ROWS = 128
 
 def supports(call: AttentionCall) -> tuple[bool, str]:
     """Return whether the call can be done, and the reason if it cannot."""
-    if call.has_scales:
-        return False, f"{call.kv_dtype} pages with scales are not supported on XLA"
+    del call
     return True, ""
 
 
@@ -49,8 +50,8 @@ def attend(
     page_indices: jax.Array,
     seq_lens: jax.Array,
     cu_q_lens: jax.Array | None,
-    k_scales: None,
-    v_scales: None,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
 ) -> Pair:
     """Attend with every row.
 
@@ -62,23 +63,23 @@ def attend(
         page_indices: int32[S, P].
         seq_lens: int32[S].
         cu_q_lens: int32[S + 1], or None for one row per slot.
-        k_scales: None, as `supports` says.
-        v_scales: None.
+        k_scales: float32[pages, page_size, K] of quantised pages, or None.
+        v_scales: as `k_scales`.
 
     Returns:
         The output [T, H, D] in the dtype of `q`, and the log-sum-exp, float32[T, H].
     """
-    del k_scales, v_scales
+    keys, values = (k_pages, k_scales), (v_pages, v_scales)
     if cu_q_lens is None:
-        return attend_one_row_each(call, q, k_pages, v_pages, page_indices, seq_lens)
-    return _attend_ragged(call, q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens)
+        return attend_one_row_each(call, q, keys, values, page_indices, seq_lens)
+    return _attend_ragged(call, q, keys, values, page_indices, seq_lens, cu_q_lens)
 
 
 def attend_one_row_each(
     call: AttentionCall,
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    keys: Stored,
+    values: Stored,
     page_indices: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -89,8 +90,8 @@ def attend_one_row_each(
     Args:
         call: the description.
         q: [S, H, D].
-        k_pages: the keys.
-        v_pages: the values.
+        keys: the pages of keys, and their scales.
+        values: likewise.
         page_indices: int32[S, P].
         seq_lens: int32[S]; 0 for a slot without a row.
         together: whether the slots run as one batch, which keeps a wide device busy
@@ -105,7 +106,7 @@ def attend_one_row_each(
     def attend_slots(q: jax.Array, table: jax.Array, lengths: jax.Array) -> Pair:
         num_rows = (lengths > 0).astype(jnp.int32)
         out, lse = attend_blocks(
-            call, q[:, None], k_pages, v_pages, table, lengths - 1, num_rows
+            call, q[:, None], keys, values, table, lengths - 1, num_rows
         )
         return out[:, 0], lse[:, 0]
 
@@ -124,8 +125,8 @@ def attend_one_row_each(
 def _attend_ragged(
     call: AttentionCall,
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    keys: Stored,
+    values: Stored,
     page_indices: jax.Array,
     seq_lens: jax.Array,
     cu_q_lens: jax.Array,
@@ -137,8 +138,8 @@ def _attend_ragged(
     single_out, single_lse = attend_one_row_each(
         call,
         q.at[single_rows].get(mode="fill", fill_value=0),
-        k_pages,
-        v_pages,
+        keys,
+        values,
         page_indices,
         jnp.where(single, seq_lens, 0),
     )
@@ -154,8 +155,8 @@ def _attend_ragged(
         block_out, block_lse = attend_blocks(
             call,
             lax.dynamic_slice_in_dim(q, start, rows)[None],
-            k_pages,
-            v_pages,
+            keys,
+            values,
             page_indices[slot][None],
             first_position[None],
             num_rows[None],
@@ -166,7 +167,7 @@ def _attend_ragged(
             lax.dynamic_update_slice_in_dim(lse, block_lse[0], start, 0),
         )
 
-    zero = varying_zero(q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens)
+    zero = varying_zero(q, keys, values, page_indices, seq_lens, cu_q_lens)
     carry = (
         jnp.zeros(q.shape, q.dtype) + zero.astype(q.dtype),
         jnp.full(q.shape[:2], -jnp.inf) + zero,
@@ -180,8 +181,8 @@ def _attend_ragged(
 def attend_blocks(
     call: AttentionCall,
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    keys: Stored,
+    values: Stored,
     table_rows: jax.Array,
     first_positions: jax.Array,
     num_rows: jax.Array,
@@ -195,8 +196,8 @@ def attend_blocks(
     Args:
         call: the description.
         q: [X, B, H, D].
-        k_pages: the keys.
-        v_pages: the values.
+        keys: the pages of keys, and their scales.
+        values: likewise.
         table_rows: int32[X, P], the pages of each block's slot.
         first_positions: int32[X], position of row 0 of each block.
         num_rows: int32[X], how many rows of each block are real.
@@ -213,7 +214,7 @@ def attend_blocks(
     def step(i: jax.Array, carry: Triple, *block: jax.Array) -> Triple:
         q_rows, table_row, *place = block
         seen = walk_of(*place).block(i, table_row)
-        return _online_softmax(call, carry, q_rows, k_pages, v_pages, *seen)
+        return _online_softmax(call, carry, q_rows, keys, values, *seen)
 
     def body(i: jax.Array, carry: Triple) -> Triple:
         return jax.vmap(step, in_axes=(None, 0, 0, 0, 0, 0))(
@@ -225,7 +226,7 @@ def attend_blocks(
     lengths = jax.vmap(lambda *place: walk_of(*place).num_blocks)(
         first_positions, num_rows
     )
-    zero = varying_zero(q, k_pages, v_pages, table_rows, first_positions, num_rows)
+    zero = varying_zero(q, keys, values, table_rows, first_positions, num_rows)
     shape = (num_blocks, call.num_kv_heads, num_places * call.group_size)
     carry = (
         jnp.full(shape, -jnp.inf) + zero,
@@ -249,18 +250,18 @@ def _online_softmax(
     call: AttentionCall,
     carry: Triple,
     q_heads: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    keys: Stored,
+    values: Stored,
     ids: jax.Array,
     visible: jax.Array,
     live: jax.Array,
 ) -> Triple:
     """Take T more keys into the running maximum, sum and weighted sum of the rows."""
     peak, total, acc = carry
-    keys = read_block(call, k_pages, ids)
+    k = read_block(call, keys, ids)
     # Values that no row sees may be NaN, which a weight of 0 does not silence.
-    values = jnp.where(live[None, :, None], read_block(call, v_pages, ids), 0.0)
-    scores = cap_scores(call, dot(q_heads, keys, "krd,ktd->krt"))
+    v = jnp.where(live[None, :, None], read_block(call, values, ids), 0.0)
+    scores = cap_scores(call, dot(q_heads, k, "krd,ktd->krt"))
     scores = jnp.where(visible[None], scores, -jnp.inf)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
     # A row that has seen nothing yet: exp(-inf - 0) is 0, exp(-inf + inf) is not.
@@ -268,7 +269,7 @@ def _online_softmax(
     weights = jnp.exp(scores - shift[..., None])
     decay = jnp.exp(peak - shift)
     total = total * decay + jnp.sum(weights, axis=-1)
-    acc = acc * decay[..., None] + dot(weights, values, "krt,ktd->krd")
+    acc = acc * decay[..., None] + dot(weights, v, "krt,ktd->krd")
     return new_peak, total, acc
 
 
@@ -378,11 +379,16 @@ class KeyWalk:
         return ids, visible, live
 
 
-def read_block(call: AttentionCall, pages: jax.Array, ids: jax.Array) -> jax.Array:
+def read_block(call: AttentionCall, stored: Stored, ids: jax.Array) -> jax.Array:
     """Return float32[K, T, D]: the tokens of some pages, kv heads first."""
+    pages, scales = stored
     tokens = pages.at[ids].get(mode="promise_in_bounds")
     tokens = tokens.reshape(-1, call.num_kv_heads, call.head_dim)
-    return tokens.transpose(1, 0, 2).astype(jnp.float32)
+    tokens = tokens.transpose(1, 0, 2).astype(jnp.float32)
+    if scales is None:
+        return tokens
+    factors = scales.at[ids].get(mode="promise_in_bounds")
+    return tokens * factors.reshape(-1, call.num_kv_heads).T[..., None]
 
 
 def cap_scores(call: AttentionCall, scores: jax.Array) -> jax.Array:
@@ -421,12 +427,12 @@ def pad_rows(array: jax.Array, rows: int, value: float = 0.0) -> jax.Array:
     return jnp.pad(array, widths, constant_values=value)
 
 
-def varying_zero(*arrays: jax.Array) -> jax.Array:
+def varying_zero(*arrays: jax.Array | Stored) -> jax.Array:
     """Return a float32 zero that varies over each mesh axis any of the arrays does.
 
     Under `shard_map` a loop must carry the same type in and out: a carry that meets
     sharded data has to be marked as varying from the start. `zeros_like` keeps the
     mark, and nothing of it is left in the compiled program.
     """
-    zeros = [jnp.zeros_like(array, shape=()) for array in arrays]
+    zeros = [jnp.zeros_like(leaf, shape=()) for leaf in jax.tree.leaves(arrays)]
     return sum((zero.astype(jnp.float32) for zero in zeros), jnp.float32(0))

@@ -7,7 +7,8 @@ weights p = exp(s - lse), output gradient do and log-sum-exp gradient dlse:
     dv = p^T do        ds = p * (do v^T - sum(do * out) + dlse)
     dq = ds k * scale  dk = ds^T q * scale
 
-and the gradient of a page is the sum over every slot that shares it.
+and the gradient of a page is the sum over every slot that shares it. Quantised pages
+are constants: only the queries have a gradient there.
 """
 
 import jax
@@ -17,38 +18,33 @@ from jax import lax
 from pagedjax import _attention_xla as xla
 from pagedjax._attention_call import AttentionCall
 
+Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
+
 
 def attend_backward(
     call: AttentionCall,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_indices: jax.Array,
-    seq_lens: jax.Array,
-    cu_q_lens: jax.Array | None,
+    arrays: tuple,
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array,
-) -> xla.Triple:
+) -> Gradients:
     """Return the gradients of the queries, keys and values.
 
     Args:
         call: the description of the forward call.
-        q: [T, H, D].
-        k_pages: [pages, page_size, K, D].
-        v_pages: as `k_pages`.
-        page_indices: int32[S, P].
-        seq_lens: int32[S].
-        cu_q_lens: int32[S + 1], or None for one row per slot.
+        arrays: the arguments of the forward call after `call`, as in
+            `_attention_xla.attend`.
         out: the forward output, [T, H, D].
         lse: its log-sum-exp, float32[T, H].
         d_out: cotangent of `out`.
         d_lse: cotangent of `lse`.
 
     Returns:
-        Gradients with the shapes and dtypes of `q`, `k_pages` and `v_pages`.
+        Gradients with the shapes and dtypes of `q`, `k_pages` and `v_pages`; None
+        for quantised pages.
     """
+    q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, k_scales, v_scales = arrays
     if cu_q_lens is None:
         cu_q_lens = jnp.arange(call.num_slots + 1, dtype=jnp.int32)
         rows = 1
@@ -65,7 +61,9 @@ def attend_backward(
     q, d_out, bias = (xla.pad_rows(x, rows) for x in (q, d_out, bias))
     lse = xla.pad_rows(lse, rows, -jnp.inf)
 
-    def body(i: jax.Array, carry: xla.Triple) -> xla.Triple:
+    keys, values = (k_pages, k_scales), (v_pages, v_scales)
+
+    def body(i: jax.Array, carry: Gradients) -> Gradients:
         dq, dk, dv = carry
         slot, offset, num_rows = blocks.locate(i)
         start = cu_q_lens[slot] + offset
@@ -75,50 +73,55 @@ def attend_backward(
         first_position = seq_lens[slot] - q_lens[slot] + offset
         walk = xla.KeyWalk(call, rows, first_position, num_rows)
         dq_rows, dk, dv = _block_backward(
-            call, walk, parts, (k_pages, v_pages, page_indices[slot]), dk, dv, zero
+            call, walk, parts, keys, values, page_indices[slot], dk, dv, zero
         )
         # A block's surplus rows fall on the rows of later blocks, which come later.
         return lax.dynamic_update_slice_in_dim(dq, dq_rows, start, 0), dk, dv
 
     zero = xla.varying_zero(
-        q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, d_out, bias
+        q, keys, values, page_indices, seq_lens, cu_q_lens, d_out, bias
     )
-    carry = tuple(jnp.zeros(x.shape) + zero for x in (q, k_pages, v_pages))
+    pages = (None, None) if call.has_scales else (k_pages, v_pages)
+    carry: Gradients = jax.tree.map(lambda x: jnp.zeros(x.shape) + zero, (q, *pages))
     dq, dk, dv = lax.fori_loop(0, blocks.total, body, carry)
-    dq = dq[: call.num_tokens]
-    return dq.astype(q.dtype), dk.astype(k_pages.dtype), dv.astype(v_pages.dtype)
+    dq = dq[: call.num_tokens].astype(q.dtype)
+    dk, dv = jax.tree.map(lambda pages: pages.astype(k_pages.dtype), (dk, dv))
+    return dq, dk, dv
 
 
 def _block_backward(
     call: AttentionCall,
     walk: xla.KeyWalk,
     parts: list[jax.Array],
-    kept: xla.Triple,
-    dk: jax.Array,
-    dv: jax.Array,
+    keys: xla.Stored,
+    values: xla.Stored,
+    table_row: jax.Array,
+    dk: jax.Array | None,
+    dv: jax.Array | None,
     zero: jax.Array,
-) -> xla.Triple:
+) -> Gradients:
     """Return the query gradient of one block of rows; add to those of the pages."""
-    k_pages, v_pages, table_row = kept
     q, lse, d_out, bias = (xla.split_heads(call, part) for part in parts)
     scale = jnp.float32(call.scale)
     q = q * scale
     # Rows that saw nothing have lse -inf; their weights are masked, not computed.
     lse = jnp.where(lse != -jnp.inf, lse, 0.0)
 
-    def body(i: jax.Array, carry: xla.Triple) -> xla.Triple:
+    def body(i: jax.Array, carry: Gradients) -> Gradients:
         dq, dk, dv = carry
         ids, visible, live = walk.block(i, table_row)
-        keys = jnp.where(live[None, :, None], xla.read_block(call, k_pages, ids), 0.0)
-        values = jnp.where(live[None, :, None], xla.read_block(call, v_pages, ids), 0.0)
-        scores = xla.cap_scores(call, xla.dot(q, keys, "krd,ktd->krt"))
+        k = jnp.where(live[None, :, None], xla.read_block(call, keys, ids), 0.0)
+        v = jnp.where(live[None, :, None], xla.read_block(call, values, ids), 0.0)
+        scores = xla.cap_scores(call, xla.dot(q, k, "krd,ktd->krt"))
         masked = jnp.where(visible[None], scores - lse[..., None], -jnp.inf)
         weights = jnp.exp(masked)
-        d_weights = xla.dot(d_out, values, "krd,ktd->krt")
+        d_weights = xla.dot(d_out, v, "krd,ktd->krt")
         d_scores = weights * (d_weights + bias[..., None])
         if call.soft_cap is not None:
             d_scores *= 1.0 - jnp.square(scores / call.soft_cap)
-        dq += xla.dot(d_scores, keys, "krt,ktd->krd")
+        dq += xla.dot(d_scores, k, "krt,ktd->krd")
+        if dk is None or dv is None:
+            return dq, dk, dv
         page_is_live = jnp.any(live.reshape(-1, call.page_size), axis=1)
         targets = jnp.where(page_is_live, ids, call.num_pages)
         dk = _add_block(dk, targets, xla.dot(d_scores, q, "krt,krd->tkd"))

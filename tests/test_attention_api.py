@@ -113,20 +113,15 @@ def test_unknown_implementation_lists_the_names() -> None:
         run(small_decode(), implementation="fast")
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
-def test_quantised_pages_are_refused_with_a_reason(implementation: str | None) -> None:
-    q, k_pages, v_pages, *rest = small_decode().args()
-    scales = jnp.ones(k_pages.shape[:3])
-    with pytest.raises(NotImplementedError, match="int8 pages with scales"):
-        paged_attention(
-            q,
-            jnp.zeros_like(k_pages, jnp.int8),
-            jnp.zeros_like(v_pages, jnp.int8),
-            *rest,
-            k_scales=scales,
-            v_scales=scales,
-            implementation=implementation,
-        )
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_call_that_nothing_supports_lists_the_reasons(monkeypatch) -> None:
+    refusal = dataclasses.replace(
+        _attention._IMPLEMENTATIONS["xla"], supports=lambda call: (False, "too new")
+    )
+    monkeypatch.setattr(_attention, "_IMPLEMENTATIONS", {"xla": refusal})
+    for implementation in (None, "xla"):
+        with pytest.raises(NotImplementedError, match="xla.*too new"):
+            paged_attention(*small_decode().args(), implementation=implementation)
 
 
 @pytest.fixture
