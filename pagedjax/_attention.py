@@ -21,7 +21,12 @@ from jax import lax
 from jax.experimental import checkify
 
 from ascend_bridge import host
-from pagedjax import _attention_xla, _attention_xla_grad
+from pagedjax import (
+    _attention_tpu,
+    _attention_triton,
+    _attention_xla,
+    _attention_xla_grad,
+)
 from pagedjax._attention_call import AttentionCall, describe_call
 
 __all__ = [
@@ -399,6 +404,18 @@ class _Implementation:
 # Best first. An implementation is added with one line here.
 _IMPLEMENTATIONS: dict[str, _Implementation] = {
     "host": _Implementation(("cpu",), host.supports, host.usable, host.attend),
+    "pallas_tpu": _Implementation(
+        ("tpu",),
+        _attention_tpu.supports,
+        _attention_tpu.usable,
+        _attention_tpu.attend,
+    ),
+    "pallas_triton": _Implementation(
+        ("cuda",),
+        _attention_triton.supports,
+        _attention_triton.usable,
+        _attention_triton.attend,
+    ),
     "xla": _Implementation(
         (_ANY,),
         _attention_xla.supports,

@@ -1,0 +1,194 @@
+"""Breaks the TPU kernels, one fault at a time, and expects the tests to notice.
+
+    python tests/mutate_pallas_tpu.py            all faults; about 15 s each
+    python tests/mutate_pallas_tpu.py rescale    those with the word in their name
+
+Each fault is made in a copy of `pallas_kernels` that is imported instead of the real
+one. Exit status 1 if a fault goes unnoticed or its line is no longer there.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: what is wrong.
+        file: in `pallas_kernels`.
+        right: the text that is there.
+        wrong: what takes its place.
+        tests: the tests that should notice, as `pytest -k` takes them.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+_DECODE = "test_no_race_in_the_simulator and decode"
+_RAGGED = "test_no_race_in_the_simulator and ragged"
+FAULTS = [
+    Fault(
+        "no wait for the pages",
+        "tpu_blocks.py",
+        "        stream.wait(item, block, buffer)\n",
+        "",
+        _DECODE,
+    ),
+    Fault(
+        "the next block arrives in the buffer in use",
+        "tpu_blocks.py",
+        "stream.start(item, block + 1, 1 - buffer)",
+        "stream.start(item, block + 1, buffer)",
+        _DECODE,
+    ),
+    Fault(
+        "the next item starts in the buffer in use",
+        "tpu_blocks.py",
+        "stream.start(next_item, next_first, 1 - buffer)",
+        "stream.start(next_item, next_first, buffer)",
+        _DECODE,
+    ),
+    Fault(
+        "an item forgets which buffer is its first",
+        "tpu_blocks.py",
+        "turn[0] = (start_turn + end - first) & 1",
+        "turn[0] = 0",
+        _DECODE,
+    ),
+    Fault(
+        "no rescale of the sum of values",
+        "tpu_blocks.py",
+        "summed[...] = rescale * summed[...] +",
+        "summed[...] = summed[...] +",
+        _DECODE,
+    ),
+    Fault(
+        "no rescale of the sum of weights",
+        "tpu_blocks.py",
+        "total[...] = rescale * total[...] +",
+        "total[...] = total[...] +",
+        _DECODE,
+    ),
+    Fault(
+        "a partly filled last page is left out",
+        "tpu_blocks.py",
+        "_ceil_div(self.highs[item], geometry.page_size),",
+        "lax.div(self.highs[item], geometry.page_size),",
+        _DECODE,
+    ),
+    Fault(
+        "one token too many in the last page",
+        "tpu_blocks.py",
+        "high = jnp.minimum(self.highs[item] - start,",
+        "high = jnp.minimum(self.highs[item] - start + 1,",
+        _DECODE,
+    ),
+    Fault(
+        "values that nobody sees are multiplied",
+        "tpu_decode.py",
+        "jnp.where(live_rows, values, jnp.zeros_like(values))",
+        "values",
+        _DECODE,
+    ),
+    Fault(
+        "the window is one too wide",
+        "tpu_ragged.py",
+        "live &= column > position - geometry.window",
+        "live &= column >= position - geometry.window",
+        _RAGGED,
+    ),
+    Fault(
+        "a query sees the next token",
+        "tpu_ragged.py",
+        "live = (column <= position)",
+        "live = (column <= position + 1)",
+        _RAGGED,
+    ),
+    Fault(
+        "no wait for the queries",
+        "tpu_ragged.py",
+        "        q_copies(item, step, lambda copy: copy.wait())\n",
+        "",
+        _RAGGED,
+    ),
+    Fault(
+        "results are overwritten while they leave",
+        "tpu_ragged.py",
+        "        out_copies(place - geometry.cores, lambda copy: copy.wait())\n",
+        "        pass\n",
+        _RAGGED,
+    ),
+    Fault(
+        "no wait for written rows",
+        "tpu_pages.py",
+        "    each_row(lambda copy: copy.wait())\n",
+        "",
+        "test_write_puts",
+    ),
+    Fault(
+        "no wait for copied pages",
+        "tpu_pages.py",
+        "        each_pair(lambda copy: copy.wait())\n",
+        "",
+        "test_copies_in",
+    ),
+]
+
+
+def main() -> int:
+    """Runs the faults whose name has the given word; all without one."""
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    missed = []
+    for fault in FAULTS:
+        if word not in fault.name:
+            continue
+        verdict = _try(fault)
+        print(f"{verdict:>10}: {fault.name}", flush=True)
+        if verdict != "noticed":
+            missed.append(fault.name)
+    print(f"{len(missed)} faults went unnoticed" if missed else "every fault noticed")
+    return 1 if missed else 0
+
+
+def _try(fault: Fault) -> str:
+    """Returns "noticed" if the tests fail with the fault, else what happened."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "pallas_kernels"
+        shutil.copytree(ROOT / "pallas_kernels", copy)
+        text = (copy / fault.file).read_text()
+        if text.count(fault.right) != 1:
+            return "outdated"
+        (copy / fault.file).write_text(text.replace(fault.right, fault.wrong))
+        tests = [ROOT / "tests" / f"test_pallas_tpu{x}.py" for x in ("", "_pages")]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
+                *("-c", ROOT / "pyproject.toml", "--rootdir", ROOT),
+                *("-k", fault.tests, *tests),
+            ],
+            cwd=folder,  # first on the path, before the real package
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    # 1: tests failed. Anything else is not a verdict on the fault.
+    results = {0: "UNNOTICED", 1: "noticed"}
+    return results.get(done.returncode, f"status {done.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
