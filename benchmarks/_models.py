@@ -1,15 +1,19 @@
-"""The real model, and the same model on a dense contiguous cache as the baseline."""
+"""The real model, and its baselines: a dense contiguous cache; its products alone."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import pagedjax as pj
 from pagedjax import models
+from pagedjax.models import llama as llama_module
 
 MODEL = "smollm2-135m"
 
@@ -25,6 +29,86 @@ def random_prompts(batch: int, length: int, vocab_size: int) -> np.ndarray:
     """Draws token ids: what they say does not change what a step costs."""
     draw = np.random.default_rng(0)
     return draw.integers(17, vocab_size, (batch, length), dtype=np.int32)
+
+
+def make_decode(
+    llama: models.Llama, num_steps: int, implementation: str | None
+) -> Callable[..., Any]:
+    """Makes `(pool, table, tokens) -> (pool, tokens)`, greedy; donates the pool."""
+    graph, params = nnx.split(llama)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(params: Any, pool: pj.KVPool, table: pj.PageTable, tokens: Any) -> Any:
+        model = nnx.merge(graph, params)
+        one = jnp.ones((table.max_slots,), jnp.int32)
+
+        def step(_: jax.Array, carry: tuple) -> tuple:
+            pool, table, tokens = carry
+            table, _, ok = pj.append(table, one, max_tokens=1)
+            batch = pj.pack_decode(table, ok)
+            pool, logits = model(pool, tokens, batch, implementation=implementation)
+            return pool, table, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+        carry = (pool, table, tokens)
+        pool, _, tokens = jax.lax.fori_loop(0, num_steps, step, carry)
+        return pool, tokens
+
+    return functools.partial(decode, params)
+
+
+def products_alone(
+    llama: models.Llama, num_tokens: int, *, head_rows: int, steps: int
+) -> dict[str, Callable[[], Any]]:
+    """Makes functions that run a step's matrix products, and nothing else, in a chain.
+
+    Each product takes the leading columns of the one before it.
+
+    Args:
+      llama: the model, with matrices of their own for each layer.
+      num_tokens: rows of the products.
+      head_rows: rows of the last one.
+      steps: how many steps one call runs.
+
+    Returns:
+      Two arrangements: as the model has it, a scan over layers with a switch in it;
+      and all layers one after the other.
+    """
+    layers, width = llama.config.num_layers, llama.config.hidden_size
+    weights = [
+        [w[...] for w in held]
+        for held in (llama.qkv, llama.out, llama.gate_up, llama.down)
+    ]
+    head = (llama.embed if llama.head is None else llama.head)[...]
+    inputs = [w[0].shape[1] for w in weights]
+
+    def layer(x: jax.Array, weights: Any, index: Any) -> jax.Array:
+        for matrix, columns in zip(weights, inputs, strict=True):
+            x = llama_module._product(x[:, :columns], matrix, index)
+        return x
+
+    def scanned(x: jax.Array, weights: Any) -> jax.Array:
+        index = jnp.arange(layers)
+        return jax.lax.scan(lambda x, i: (layer(x, weights, i), None), x, index)[0]
+
+    def unrolled(x: jax.Array, weights: Any) -> jax.Array:
+        for i in range(layers):
+            x = layer(x, [[held[i]] for held in weights], jnp.int32(0))
+        return x
+
+    def run(through: Callable[..., jax.Array]) -> Callable[[], Any]:
+        @jax.jit
+        def chain(x: jax.Array, weights: Any, head: jax.Array) -> jax.Array:
+            def step(_: jax.Array, x: jax.Array) -> jax.Array:
+                x = through(x, weights)
+                y = llama_module._product(x[:head_rows], [head], jnp.int32(0))
+                return x.at[:head_rows].set(y[:, :width])
+
+            return jax.lax.fori_loop(0, steps, step, x)
+
+        x = jnp.full((num_tokens, width), 1e-3)
+        return lambda: jax.block_until_ready(chain(x, weights, head))
+
+    return {"products, scanned": run(scanned), "products, unrolled": run(unrolled)}
 
 
 @jax.tree_util.register_dataclass

@@ -4,7 +4,7 @@ Decode reads every key and value once, so its limit is the speed of the memory: 
 of the `decode_...` cases is useful bytes per second over those of a plain threaded read
 that takes turns with it. The last cases compare with XLA, with gathering everything,
 and with the detection of shared prefixes switched off; there `ratio` is baseline time
-over host time.
+over host time. `settings` names the kernels that ran.
 """
 
 import functools
@@ -43,11 +43,16 @@ def main() -> Iterable[Case]:
             for context, page_size in ((1024, 16), (4096, 16), (4096, 64), (16384, 16)):
                 yield against_memory(read, dtype, heads, context, page_size)
         yield against_memory(read, dtype, LARGE, 32768, 16, slots=1)
+    for dtype in ("float16", "int8", "float8_e4m3fn"):
+        yield against_memory(read, dtype, LARGE, 4096, 16)
     for dtype in ("float32", "bfloat16"):
         yield from against_xla(dtype)
     for heads in (LARGE, SMALL, WIDE):
         yield from sharing(heads)
-    yield prefill()
+    yield from sharing(LARGE, "bfloat16")
+    yield prefill("prefill_512", 512, 512)
+    yield prefill("prefill_512_bfloat16", 512, 512, "bfloat16")
+    yield prefill("4_queries_16384_keys", 4, 16384)
 
 
 def make_arrays(
@@ -58,7 +63,10 @@ def make_arrays(
     page_size: int = 16,
     shared: int = 0,
 ) -> Arrays:
-    """Makes queries and a pool in which slots own shuffled pages, some shared."""
+    """Makes queries and a pool in which slots own shuffled pages, some shared.
+
+    The pages repeat a few that are drawn: drawing all would take longer than the case.
+    """
     num_heads, num_kv_heads, head_dim = heads
     width, common = -(-context // page_size), shared // page_size
     own = slots * (width - common)
@@ -66,12 +74,21 @@ def make_arrays(
     table = np.empty((slots, width), np.int32)
     table[:, :common] = ids[:common]
     table[:, common:] = ids[common:].reshape(slots, -1)
-    shape = (common + own, page_size, num_kv_heads, head_dim)
+    quantised = jnp.dtype(dtype).itemsize == 1
     keys = jax.random.split(jax.random.key(0), 3)
+    page = (page_size, num_kv_heads, head_dim)
+
+    def pages(key: jax.Array) -> jax.Array:
+        drawn = jax.random.normal(key, (64, *page))
+        drawn = jnp.round(drawn * 30) if quantised else drawn
+        repeats = -(-(common + own) // 64)
+        return jnp.tile(drawn.astype(dtype), (repeats, 1, 1, 1))[: common + own]
+
+    q_dtype = "bfloat16" if quantised else dtype
     return (
-        jax.random.normal(keys[0], (slots, num_heads, head_dim), dtype),
-        jax.random.normal(keys[1], shape, dtype),
-        jax.random.normal(keys[2], shape, dtype),
+        jax.random.normal(keys[0], (slots, num_heads, head_dim), q_dtype),
+        pages(keys[1]),
+        pages(keys[2]),
         jnp.asarray(table),
         jnp.full((slots,), context, jnp.int32),
     )
@@ -84,7 +101,12 @@ def against_memory(
     token = 2 * heads[1] * heads[2] * jnp.dtype(dtype).itemsize
     slots = slots or max(1, POOL_BYTES // (context * token))
     arrays = make_arrays(slots, context, heads, dtype, page_size)
-    run = blocking(host.paged_attention, arrays)
+    attend = host.paged_attention
+    if jnp.dtype(dtype).itemsize == 1:
+        scales = jnp.full(arrays[1].shape[:3], 0.03)
+        attend = functools.partial(attend, k_scales=scales, v_scales=scales)
+        token += 2 * heads[1] * scales.dtype.itemsize
+    run = blocking(attend, arrays)
     seconds = interleave({"host": run, "read": read})
     useful = slots * context * token
     share = median_ratio(seconds["read"], seconds["host"]) * useful / READ_BYTES
@@ -94,7 +116,7 @@ def against_memory(
         "GB/s",
         "plain threaded read",
         share,
-        {"heads": heads, "dtype": dtype, "page_size": page_size},
+        {"heads": heads, "dtype": dtype, "page_size": page_size, **kernels()},
     )
 
 
@@ -119,32 +141,33 @@ def against_xla(dtype: str) -> Iterable[Case]:
         )
 
 
-def sharing(heads: tuple[int, int, int]) -> Iterable[Case]:
+def sharing(heads: tuple[int, int, int], dtype: str = "float32") -> Iterable[Case]:
     """Times 32 slots with 2048 shared tokens and without, detection on and off."""
     for shared in (2048, 0):
         slots = 32 if shared else 8  # nothing shared: the pool would not fit
-        arrays = make_arrays(slots, 2112, heads, shared=shared)
+        arrays = make_arrays(slots, 2112, heads, dtype, shared=shared)
         off = functools.partial(host.paged_attention, share_prefixes=False)
         runs = {
             "on": blocking(host.paged_attention, arrays),
             "off": blocking(off, arrays),
         }
-        seconds = interleave(runs)
+        seconds = interleave(runs, repeats=21)
+        suffix = "" if dtype == "float32" else f"_{dtype}"
         yield Case(
-            f"shared_{shared}_of_2112_{'x'.join(map(str, heads))}",
+            f"shared_{shared}_of_2112_{'x'.join(map(str, heads))}{suffix}",
             float(np.median(seconds["on"])) * 1e3,
             "ms",
             "detection off",
             median_ratio(seconds["off"], seconds["on"]),
-            {"slots": slots, "heads": heads, "dtype": "float32"},
+            {"slots": slots, "heads": heads, "dtype": dtype, **kernels()},
         )
 
 
-def prefill() -> Case:
-    """Times 512 tokens of one sequence, per layer of SmolLM2-135M."""
-    arrays = make_arrays(1, 512, SMALL)
-    q = jnp.broadcast_to(arrays[0], (512, *arrays[0].shape[1:]))
-    arrays = (q, *arrays[1:], jnp.array([0, 512], jnp.int32))
+def prefill(name: str, queries: int, length: int, dtype: str = "float32") -> Case:
+    """Times the last queries of one sequence, per layer of SmolLM2-135M."""
+    arrays = make_arrays(1, length, SMALL, dtype)
+    q = jnp.broadcast_to(arrays[0], (queries, *arrays[0].shape[1:]))
+    arrays = (q, *arrays[1:], jnp.array([0, queries], jnp.int32))
     xla = functools.partial(ragged_paged_attention, implementation="xla")
     runs = {
         "host": blocking(host.ragged_paged_attention, arrays),
@@ -152,13 +175,18 @@ def prefill() -> Case:
     }
     seconds = interleave(runs)
     return Case(
-        "prefill_512",
+        name,
         float(np.median(seconds["host"])) * 1e3,
         "ms",
         "XLA",
         median_ratio(seconds["xla"], seconds["host"]),
-        {"heads": SMALL, "dtype": "float32"},
+        {"heads": SMALL, "dtype": dtype, **kernels()},
     )
+
+
+def kernels() -> dict[str, str]:
+    """Returns what `host.usable` says of the kernels that run."""
+    return {"kernels": host.usable()[1]}
 
 
 def blocking(attention, arrays: Arrays):

@@ -2,16 +2,19 @@
 
 Replays a mixed workload through the page table alone (no model: memory is a matter
 of lengths): requests arrive as slots free up, with prompts and answers of log-normal
-length as in chat: medians of 160 and 140 tokens, long tails, cut at 2,048.
+length as in chat: medians of 160 and 140 tokens, long tails, cut at 2,048. Beam search
+runs the model, which decides what beams have in common.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pagedjax as pj
+from benchmarks import _models
 from benchmarks._harness import Case, run_cli
 
 PAGE_SIZE = 16
@@ -92,29 +95,27 @@ def _parallel_samples(num_samples: int, prompt: int = 500, answer: int = 100) ->
     apart = num_samples * -(-(prompt + answer) // PAGE_SIZE)
     return _saved(
         f"KV of {num_samples} samples of a {prompt}-token prompt, {answer} tokens each",
-        table,
+        int(pj.num_used_pages(table)),
         apart,
     )
 
 
 def _beams(num_beams: int, prompt: int = 200, answer: int = 100) -> Case:
-    """Beams that keep leaving each other: parents drawn anew at each step."""
-    table = _one_prompt(num_beams, prompt)
-    table = pj.reorder(table, jnp.zeros((num_beams,), jnp.int32))
-    draw = np.random.default_rng(0)
-    one = jnp.ones((num_beams,), jnp.int32)
-
-    @jax.jit
-    def step(table: pj.PageTable, parents: jax.Array) -> pj.PageTable:
-        return pj.append(pj.reorder(table, parents), one, max_tokens=1)[0]
-
-    for _ in range(answer):
-        table = step(
-            table, jnp.asarray(draw.integers(0, num_beams, num_beams), jnp.int32)
-        )
-    apart = num_beams * -(-(prompt + answer) // PAGE_SIZE)
+    """The real search: which beams leave each other, and when, is up to the model."""
+    model, params, loaded = _models.load()
+    text = (Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
+    out = pj.generate(
+        model,
+        params,
+        jnp.array([loaded.tokenizer.encode(text)[:prompt]]),
+        max_new_tokens=answer,
+        num_beams=num_beams,
+        page_size=PAGE_SIZE,
+    )
     return _saved(
-        f"KV of {num_beams} beams, {prompt}-token prompt, {answer} steps", table, apart
+        f"KV of {num_beams} beams, {prompt}-token prompt, {answer} steps",
+        int(out.stats.pages_used),
+        int(out.stats.pages_mapped),
     )
 
 
@@ -126,8 +127,7 @@ def _one_prompt(slots: int, prompt: int) -> pj.PageTable:
     return pj.append(table, tokens)[0]
 
 
-def _saved(case: str, table: pj.PageTable, apart: int) -> Case:
-    used = int(pj.num_used_pages(table))
+def _saved(case: str, used: int, apart: int) -> Case:
     return Case(
         case,
         used * PAGE_SIZE * KV_BYTES_PER_TOKEN / 2**20,

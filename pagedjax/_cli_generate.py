@@ -21,6 +21,7 @@ from pagedjax._cli_plan import Plan, make_plan
 from pagedjax._cli_prompts import (
     CommandError,
     GenerateOptions,
+    check_options,
     encode_prompt,
     read_prompts,
 )
@@ -58,6 +59,7 @@ class _Sample:
     text: str
     logprobs: list[float | None]
     finish_reason: str
+    score: float | None = None  # with --num-beams, and only then printed
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -69,6 +71,7 @@ def run_generate(options: GenerateOptions) -> None:
     Raises:
       CommandError: something the user can change.
     """
+    check_options(options)
     given = read_prompts(options)  # before the model: bad prompts are found at once
     try:
         jax.devices()
@@ -84,7 +87,7 @@ def run_generate(options: GenerateOptions) -> None:
     plan = make_plan(
         [len(prompt) for prompt in prompts],
         [prompt.where for prompt in given],
-        num_samples=options.n,
+        num_samples=options.rows_per_prompt,
         max_new_tokens=options.max_tokens,
         page_size=options.page_size,
         num_pages=options.num_pages,
@@ -157,6 +160,7 @@ def _load(options: GenerateOptions) -> Any:
 def _run(job: _Job, report: Report) -> None:
     """Runs the batches and prints their samples in the order of the prompts."""
     alone = len(job.prompts) == 1 and job.options.n == 1 and not job.options.json
+    alone &= job.options.num_beams is None  # the best so far may yet change
     total = len(job.prompts) * job.options.n
     finished: dict[int, list[_Sample]] = {}
     printed = done = 0
@@ -201,6 +205,8 @@ def _start(job: _Job, batch: list[int]) -> pj.GenerationState:
         jax.random.key(job.seed),
         max_new_tokens=plan.max_new_tokens,
         num_samples=options.n,
+        num_beams=options.num_beams,
+        draft=None if options.draft is None else pj.PromptLookup(),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -250,6 +256,8 @@ def _run_batch(
         )
     report.decode_seconds += time.perf_counter() - began
     report.add_pages(out.stats)
+    if out.drafts is not None:
+        report.add_drafts(out.drafts)
     return out
 
 
@@ -288,8 +296,9 @@ def _samples_of(
             prompt_token_ids=job.prompts[index],
             token_ids=ids,
             text=job.tokenizer.decode(ids, skip_special=True, continues=True),
-            logprobs=[value if math.isfinite(value) else None for value in values],
+            logprobs=[_number(value) for value in values],
             finish_reason=_FINISH_REASONS[pj.Status(int(status[row, sample]))],
+            score=None if out.scores is None else _number(out.scores[row, sample]),
         )
 
     return {
@@ -298,10 +307,18 @@ def _samples_of(
     }
 
 
+def _number(value: Any) -> float | None:
+    """Gives a number that JSON has."""
+    return float(value) if math.isfinite(value) else None
+
+
 def _print_samples(job: _Job, samples: list[_Sample]) -> None:
     for sample in samples:
         if job.options.json:
-            _write(json.dumps(dataclasses.asdict(sample), allow_nan=False) + "\n")
+            fields = dataclasses.asdict(sample)
+            if job.options.num_beams is None:
+                del fields["score"]
+            _write(json.dumps(fields, allow_nan=False) + "\n")
         else:
             name = f"prompt {sample.index}"
             if job.options.n > 1:
@@ -346,7 +363,7 @@ def _check_memory(job: _Job) -> None:
             " many pages for 32-bit numbers: lower --num-pages or raise --page-size"
         )
     pool = plan.num_pages * job.options.page_size * kv_bytes_per_token(model)
-    slots = plan.rows * job.options.n
+    slots = plan.rows * job.options.rows_per_prompt
     # Logits and their exponentials; tokens and log-probabilities.
     other = slots * 4 * (2 * model.vocab_size + 2 * plan.max_new_tokens)
     limit = _device_memory()
@@ -381,6 +398,7 @@ def _too_large(job: _Job, reason: str) -> str:
     pool = plan.num_pages * options.page_size * kv_bytes_per_token(job.model)
     return (
         f"out of memory, {reason}: the pool of {plan.num_pages} x {options.page_size}"
-        f" tokens takes {size_text(pool)}, and {plan.rows * options.n} samples run at"
-        " once; lower --num-pages, --page-size, --max-tokens, --n or --batch-size"
+        f" tokens takes {size_text(pool)}, and {plan.rows * options.rows_per_prompt}"
+        " samples run at once; lower --num-pages, --page-size, --max-tokens, --n or"
+        " --batch-size"
     )

@@ -30,6 +30,8 @@ class GenerateOptions:
     system: str | None = None
     max_tokens: int = 128
     n: int = 1
+    num_beams: int | None = None
+    draft: str | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -40,6 +42,34 @@ class GenerateOptions:
     dtype: str | None = None
     ignore_eos: bool = False
     json: bool = False
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Sequences that run at once for a prompt: its samples, or its beams."""
+        return self.num_beams or self.n
+
+
+def check_options(options: GenerateOptions) -> None:
+    """Checks what the flags are together.
+
+    Raises:
+      CommandError: two of them do not go together.
+
+    Example:
+      >>> from pagedjax._cli_prompts import GenerateOptions, check_options
+      >>> check_options(GenerateOptions("m", num_beams=4, n=2))
+    """
+    if options.num_beams is None:
+        return
+    if options.temperature > 0:
+        raise CommandError("--num-beams does not sample: leave --temperature at 0")
+    if options.n > options.num_beams:
+        raise CommandError(
+            f"--n {options.n} sequences cannot come from --num-beams"
+            f" {options.num_beams}"
+        )
+    if options.draft is not None:
+        raise CommandError("--draft and --num-beams do not go together")
 
 
 @dataclasses.dataclass(frozen=True)

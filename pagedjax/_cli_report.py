@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from pagedjax._cli_plan import Plan
 from pagedjax._cli_prompts import GenerateOptions
-from pagedjax.generate import PagedModel, PageStats
+from pagedjax.generate import DraftStats, PagedModel, PageStats
 
 
 @dataclasses.dataclass
@@ -32,6 +33,8 @@ class Report:
       pages_shared: of these, pages with several owners.
       tokens_held: tokens in them.
       pages_copied: copy-on-write copies of all batches.
+      drafted: tokens drafted.
+      accepted: how many of them were right.
     """
 
     model: PagedModel
@@ -50,6 +53,8 @@ class Report:
     pages_shared: int = 0
     tokens_held: float = 0.0
     pages_copied: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def add_samples(self, samples: Sequence[tuple[list[int], str]]) -> None:
         """Adds samples, each its tokens and its finish reason."""
@@ -64,6 +69,11 @@ class Report:
             self.pages_used = int(stats.pages_used)
             self.pages_shared = int(stats.pages_shared)
             self.tokens_held = float(stats.tokens_held)
+
+    def add_drafts(self, drafts: DraftStats) -> None:
+        """Adds what became of the drafts of a batch."""
+        self.drafted += int(np.sum(drafts.drafted))
+        self.accepted += int(np.sum(drafts.accepted))
 
     def print(self) -> None:
         """Prints the table, and a note if samples ran out of pages, to stderr."""
@@ -80,7 +90,8 @@ class Report:
         token_bytes = kv_bytes_per_token(self.model)
         used = self.pages_used * page_size
         # As a dense cache is made: each row as long as the longest may get.
-        sequences = min(self.samples, self.options.n * self.plan.rows)
+        running = self.samples // self.options.n * self.options.rows_per_prompt
+        sequences = min(running, self.options.rows_per_prompt * self.plan.rows)
         dense = sequences * self.plan.longest
         prefill = _rate(self.prompt_tokens, self.prefill_seconds)
         # The first token of a sample comes with its prompt.
@@ -109,6 +120,14 @@ class Report:
                 f" as the longest sample may get: {size_text(dense * token_bytes)}",
             ),
         ]
+        if self.options.draft is not None:
+            share = 100 * self.accepted / max(self.drafted, 1)
+            rows.append(
+                (
+                    "drafts",
+                    f"{self.drafted} tokens, {self.accepted} accepted ({share:.1f} %)",
+                )
+            )
         if self.options.temperature > 0:
             rows.append(("seed", str(self.seed)))
         return rows

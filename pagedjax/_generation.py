@@ -5,9 +5,7 @@ are done). The state between them is one pytree.
 """
 
 import dataclasses
-import enum
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,103 +14,29 @@ import numpy as np
 from jax import lax
 
 from pagedjax import _page_ops as ops
-from pagedjax._capacity import num_used_pages
-from pagedjax._kv_pool import KVPool, copy_pages, init_kv_pool
-from pagedjax._page_table import PageTable, append, fork, free, init_page_table
+from pagedjax._beam import BeamRule, Beams, extend_beams, init_beams
+from pagedjax._generation_state import (
+    GenerationState,
+    Status,
+    count_step,
+    no_stats,
+    observe,
+    produce,
+)
+from pagedjax._kv_pool import KVPool, copy_pages
+from pagedjax._page_table import (
+    PageTable,
+    append,
+    fork,
+    free,
+    init_page_table,
+    reorder,
+)
+from pagedjax._paged_model import PagedModel, init_model_pool
 from pagedjax._ragged import pack_decode, pack_ragged
 from pagedjax._sampling import Sampling, sample, token_logprobs
-
-
-class Status(enum.IntEnum):
-    """How a sample ended; the values of `Generation.status`."""
-
-    RUNNING = 0  # not ended yet
-    STOP = 1  # produced an end token, which is its last
-    LENGTH = 2  # reached max_new_tokens or the model's context
-    OUT_OF_PAGES = 3  # the pool was full; the tokens so far are right
-    EMPTY = 4  # there was no prompt: the row is padding
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedModel:
-    """What generation needs to know of a model. Hashable: a static argument.
-
-    Attributes:
-      apply: `(params, pool, tokens[T], batch, rows) -> (pool, logits[R, V])`, where
-        `rows` is int32[R], the tokens whose logits are wanted, or None for all.
-        Equal models must compare equal, or each call compiles anew; `functional`
-        in `pagedjax.nnx` and `pagedjax.linen` makes one.
-      num_layers: layers with a KV cache.
-      num_kv_heads: key-value heads of each.
-      head_dim: their width.
-      vocab_size: logits per token.
-      max_seq_len: the longest sequence the model can take; None = no limit.
-      kv_dtype: name of the dtype of the cache.
-    """
-
-    apply: Callable[..., tuple[KVPool, jax.Array]]
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_seq_len: int | None = None
-    kv_dtype: str = "float32"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PageStats:
-    """What the pages did. The snapshots are of the last step with most pages used.
-
-    Attributes:
-      pages_used: int32[]; most pages that had an owner at one time.
-      pages_mapped: int32[]; pages that the same sequences would take unshared.
-      pages_shared: int32[]; pages that had several owners.
-      tokens_held: float32[]; tokens in the used pages, a shared one once.
-      pages_copied: int32[]; copy-on-write copies, in total.
-      num_steps: int32[]; decode steps, in total.
-    """
-
-    pages_used: jax.Array
-    pages_mapped: jax.Array
-    pages_shared: jax.Array
-    tokens_held: jax.Array
-    pages_copied: jax.Array
-    num_steps: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GenerationState:
-    """A generation under way; donate it. `R` = prompts * samples, a slot each.
-
-    Attributes:
-      table: the page table; sample `j` of prompt `b` is slot `b * num_samples + j`.
-      pool: keys and values.
-      tokens: int32[R, max_new_tokens]; what was produced.
-      logprobs: float32[R, max_new_tokens]; their log-probabilities.
-      lengths: int32[R]; how many of them there are.
-      limits: int32[R]; how many there may be.
-      status: int32[R]; see `Status`.
-      keys: key[R]; random key of each sample.
-      eos_ids: int32[E]; the end tokens.
-      sampling: how tokens are chosen.
-      stats: page statistics.
-      num_samples: samples of each prompt (static).
-    """
-
-    table: PageTable
-    pool: KVPool
-    tokens: jax.Array
-    logprobs: jax.Array
-    lengths: jax.Array
-    limits: jax.Array
-    status: jax.Array
-    keys: jax.Array
-    eos_ids: jax.Array
-    sampling: Sampling
-    stats: PageStats
-    num_samples: int = dataclasses.field(metadata={"static": True})
+from pagedjax._speculative import DraftModel, Drafts, PromptLookup
+from pagedjax._speculative_step import speculative_step
 
 
 def start(
@@ -131,34 +55,43 @@ def start(
     num_pages: int,
     pages_per_slot: int,
     chunk_size: int,
+    beam_rule: BeamRule | None = None,
+    drafter: PromptLookup | DraftModel | None = None,
+    draft_params: Any = None,
 ) -> GenerationState:
     batch = prompts.shape[0]
-    rows = batch * num_samples
+    per_prompt = num_samples if beam_rule is None else beam_rule.num_beams
+    rows = batch * per_prompt
     slots = jnp.arange(rows, dtype=jnp.int32)
-    first = slots[::num_samples]  # the slot each prompt is prefilled in
+    first = slots[::per_prompt]  # the slot each prompt is prefilled in
+    # Under shard_map the loops' carries must vary from the start as what they will
+    # meet does: the prompts, and for keys and values the parameters too.
+    data = (prompts, prompt_lens, key, seeds, eos_ids, sampling, beam_rule)
     table = init_page_table(
         num_pages=num_pages,
         page_size=page_size,
         max_slots=rows,
         pages_per_slot=pages_per_slot,
     )
-    pool = init_kv_pool(
-        num_layers=model.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.kv_dtype,
-    )
+    table = ops.vary_together(table, data)
+    pool = init_model_pool(model, num_pages=num_pages, page_size=page_size)
+    pool = ops.vary_together(pool, data, params)
     wanted = jnp.zeros((rows,), jnp.int32).at[first].set(prompt_lens)
     table, _, ok = append(table, wanted, max_tokens=prompts.shape[1])
     held = table.seq_lens[first]
     pool, logits = _prefill(
         model, params, pool, table, prompts, held, first, chunk_size
     )
-    if num_samples > 1:
-        others = jnp.asarray(np.flatnonzero(np.arange(rows) % num_samples), jnp.int32)
-        table = fork(table, others - others % num_samples, others)
+    drafts = None
+    if drafter is not None:
+        drafts = _start_drafts(
+            *(drafter, draft_params, table, prompts, held, first),
+            chunk_size=chunk_size,
+            max_new_tokens=max_new_tokens,
+        )
+    if per_prompt > 1:
+        others = jnp.asarray(np.flatnonzero(np.arange(rows) % per_prompt), jnp.int32)
+        table = fork(table, others - others % per_prompt, others)
 
     limit = ops.INT32_MAX if model.max_seq_len is None else model.max_seq_len
     limits = jnp.minimum(max_new_tokens, limit - prompt_lens)
@@ -169,25 +102,67 @@ def start(
     status = jnp.where(full, Status.LENGTH, status)
 
     def per_sample(values: jax.Array) -> jax.Array:
-        return jnp.repeat(values, num_samples, axis=0, total_repeat_length=rows)
+        return jnp.repeat(values, per_prompt, axis=0, total_repeat_length=rows)
 
+    beams = None
+    if beam_rule is not None:
+        beams = init_beams(beam_rule, batch, max_new_tokens)
+        beams = ops.vary_together(beams, data)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, per_sample(seeds))
-    keys = jax.vmap(jax.random.fold_in)(keys, slots % num_samples)
+    keys = jax.vmap(jax.random.fold_in)(keys, slots % per_prompt)
     state = GenerationState(
         table=table,
         pool=pool,
-        tokens=jnp.zeros((rows, max_new_tokens), jnp.int32),
-        logprobs=jnp.zeros((rows, max_new_tokens), jnp.float32),
-        lengths=jnp.zeros((rows,), jnp.int32),
+        **ops.vary_together(_no_tokens(rows, max_new_tokens), data),
         limits=per_sample(limits),
         status=per_sample(status.astype(jnp.int32)),
         keys=keys,
         eos_ids=eos_ids,
         sampling=sampling,
-        stats=_observe(_no_stats(), table),
+        stats=observe(no_stats(), table),
+        drafts=drafts,
+        beams=beams,
         num_samples=num_samples,
     )
     return _record(state, per_sample(logits))
+
+
+def _start_drafts(
+    drafter: PromptLookup | DraftModel,
+    params: Any,
+    table: PageTable,
+    prompts: jax.Array,
+    held: jax.Array,
+    first: jax.Array,
+    *,
+    chunk_size: int,
+    max_new_tokens: int,
+) -> Drafts:
+    """Gives the drafter the prompts."""
+    rows = table.max_slots
+    per_prompt = rows // prompts.shape[0]
+    history = pool = None
+    if isinstance(drafter, DraftModel):
+        pool = init_model_pool(
+            drafter.model, num_pages=table.num_pages, page_size=table.page_size
+        )
+        pool = ops.vary_together(pool, table, prompts, params)
+        pool, _ = _prefill(
+            drafter.model, params, pool, table, prompts, held, first, chunk_size
+        )
+    else:
+        history = jnp.pad(prompts, ((0, 0), (0, max_new_tokens)))
+        history = jnp.repeat(history, per_prompt, axis=0, total_repeat_length=rows)
+        history = ops.vary_together(history, table)
+    none = ops.vary_together(jnp.zeros((rows,), jnp.int32), table)
+    return Drafts(
+        history=history,
+        prompt_lens=jnp.repeat(held, per_prompt, total_repeat_length=rows),
+        pool=pool,
+        drafted=none,
+        accepted=none,
+        drafter=drafter,
+    )
 
 
 def _prefill(
@@ -236,12 +211,26 @@ def _prefill(
         return pool, jnp.where(ends_here[:, None], latest, logits)
 
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
+    logits = ops.vary_together(logits, table)
     num_chunks = -(-ends[-1] // chunk_size)
     return lax.fori_loop(0, num_chunks, run_chunk, (pool, logits))
 
 
+def _no_tokens(rows: int, max_new_tokens: int) -> dict[str, jax.Array]:
+    return {
+        "tokens": jnp.zeros((rows, max_new_tokens), jnp.int32),
+        "logprobs": jnp.zeros((rows, max_new_tokens), jnp.float32),
+        "lengths": jnp.zeros((rows,), jnp.int32),
+    }
+
+
 def proceed(
-    params: Any, state: GenerationState, num_steps: jax.Array, *, model: PagedModel
+    params: Any,
+    state: GenerationState,
+    num_steps: jax.Array,
+    draft_params: Any = None,
+    *,
+    model: PagedModel,
 ) -> GenerationState:
     done = state.stats.num_steps
     last = done + jnp.minimum(num_steps, ops.INT32_MAX - done)  # must not overflow
@@ -250,9 +239,10 @@ def proceed(
         running = jnp.any(state.status == Status.RUNNING)
         return running & (state.stats.num_steps < last)
 
-    return lax.while_loop(
-        unfinished, functools.partial(_decode_step, model, params), state
-    )
+    step = functools.partial(_decode_step, model, params)
+    if state.drafts is not None:
+        step = functools.partial(speculative_step, model, params, draft_params)
+    return lax.while_loop(unfinished, step, state)
 
 
 def _decode_step(
@@ -267,13 +257,7 @@ def _decode_step(
     latest = jnp.maximum(state.lengths - 1, 0)[:, None]
     tokens = jnp.take_along_axis(state.tokens, latest, axis=1)[:, 0]
     pool, logits = model.apply(params, pool, tokens, batch, None)
-    copied = jnp.sum((plan.dst_pages < table.num_pages).astype(jnp.int32))
-    stats = _observe(state.stats, table)
-    stats = dataclasses.replace(
-        stats,
-        pages_copied=stats.pages_copied + copied,
-        num_steps=stats.num_steps + 1,
-    )
+    stats = count_step(observe(state.stats, table), plan)
     state = dataclasses.replace(
         state, table=table, pool=pool, status=status.astype(jnp.int32), stats=stats
     )
@@ -282,52 +266,56 @@ def _decode_step(
 
 def _record(state: GenerationState, logits: jax.Array) -> GenerationState:
     """Chooses a token for each running sample; ends and frees those that are done."""
-    rows, width = state.tokens.shape
+    if state.beams is not None:
+        return _record_beams(state, state.beams, logits)
     running = state.status == Status.RUNNING
     keys = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     chosen = sample(logits, keys, state.sampling)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    place = jnp.where(running, state.lengths, width)
-    lengths = state.lengths + running.astype(jnp.int32)
-    is_end = jnp.any(chosen[:, None] == state.eos_ids[None, :], axis=-1)
-    status = jnp.where(running & (lengths >= state.limits), Status.LENGTH, state.status)
-    status = jnp.where(running & is_end, Status.STOP, status).astype(jnp.int32)
+    logprobs = token_logprobs(logits, chosen)
+    state = produce(
+        state, chosen[:, None], logprobs[:, None], running.astype(jnp.int32)
+    )
+    return dataclasses.replace(
+        state, table=free(state.table, state.status != Status.RUNNING)
+    )
+
+
+def _record_beams(
+    state: GenerationState, beams: Beams, logits: jax.Array
+) -> GenerationState:
+    """Extends the beams of each prompt; ends and frees the searches that are done."""
+    width = beams.rule.num_beams
+    by_prompt = state.status.reshape(-1, width)
+    # A beam without a page ends the search of its prompt: what the others would go
+    # on to find is not the answer.
+    refused = jnp.any(by_prompt == Status.OUT_OF_PAGES, axis=1)
+    status = jnp.where(refused, Status.OUT_OF_PAGES, by_prompt[:, 0])
+    searching = status == Status.RUNNING
+    lengths = state.lengths[::width]
+    beams, parents, tokens, logprobs, done = extend_beams(
+        beams,
+        logits,
+        state.tokens,
+        state.logprobs,
+        lengths,
+        searching,
+        state.eos_ids,
+    )
+    lengths = lengths + searching.astype(jnp.int32)
+    is_full = searching & (lengths >= state.limits[::width])
+    status = jnp.where(is_full, Status.LENGTH, status)
+    status = jnp.where(done, Status.STOP, status).astype(jnp.int32)
+    rows = state.status.shape[0]
+    status, lengths = (
+        jnp.repeat(x, width, total_repeat_length=rows) for x in (status, lengths)
+    )
+    table = reorder(state.table, parents)
     return dataclasses.replace(
         state,
-        table=free(state.table, status != Status.RUNNING),
-        tokens=state.tokens.at[row, place].set(chosen, mode="drop"),
-        logprobs=state.logprobs.at[row, place].set(
-            token_logprobs(logits, chosen), mode="drop"
-        ),
+        table=free(table, status != Status.RUNNING),
+        tokens=tokens,
+        logprobs=logprobs,
         lengths=lengths,
         status=status,
+        beams=beams,
     )
-
-
-def _observe(stats: PageStats, table: PageTable) -> PageStats:
-    """Takes the snapshots anew if no fewer pages are used than ever before."""
-    starts = jnp.arange(table.pages_per_slot, dtype=jnp.int32) * table.page_size
-    held = jnp.clip(
-        table.seq_lens[:, None] - starts[None, :], 0, table.page_size
-    ).astype(jnp.float32)
-    owners = table.refcounts.at[table.page_indices].get(mode="fill", fill_value=1)
-    # A page with r owners is met r times: each counts for 1 / r of it.
-    part = 1.0 / jnp.maximum(owners, 1).astype(jnp.float32)
-    used = num_used_pages(table)
-    seen = PageStats(
-        pages_used=used,
-        pages_mapped=jnp.sum(ops.num_pages_of(table.seq_lens, table.page_size)),
-        pages_shared=jnp.sum(jnp.where(owners > 1, part, 0.0))
-        .round()
-        .astype(jnp.int32),
-        tokens_held=jnp.sum(held * part),
-        pages_copied=stats.pages_copied,
-        num_steps=stats.num_steps,
-    )
-    more = used >= stats.pages_used
-    return jax.tree.map(lambda new, old: jnp.where(more, new, old), seen, stats)
-
-
-def _no_stats() -> PageStats:
-    zero = jnp.zeros((), jnp.int32)
-    return PageStats(zero, zero, zero, jnp.zeros((), jnp.float32), zero, zero)

@@ -6,14 +6,16 @@ much as a decode step of a small model when the vocabulary has 49,152 tokens.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_CANDIDATES = 256  # sorted first; the whole vocabulary only if these do not do
-_BLOCK = 256  # leaf size of the two-level search in `_draw`
+_CANDIDATES = 256, 4096  # sorted first; the whole vocabulary only if these do not do
+_BLOCK = 256  # leaf size of the two-level searches in `_argmax` and `_draw`
 
 
 @jax.tree_util.register_dataclass
@@ -96,16 +98,15 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
       [1]
     """
     logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if sampling.mode == "greedy":
-        return greedy
+        return _argmax(logits)
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    logits = logits / temperature
+    scaled = logits / temperature
     uniform = jax.vmap(jax.random.uniform)(keys)
     if sampling.mode == "plain":
-        return _draw(_weights(logits), uniform)
-    drawn = _draw_filtered(logits, uniform, sampling)
-    return jnp.where(sampling.temperature > 0, drawn, greedy)
+        return _draw(_weights(scaled), uniform)
+    drawn = _draw_filtered(scaled, uniform, sampling)
+    return jnp.where(sampling.temperature > 0, drawn, _argmax(logits))
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -132,20 +133,42 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def _argmax(logits: jax.Array) -> jax.Array:
+    """Finds the place of each row's largest logit, the first of a tie.
+
+    XLA:CPU reduces a maximum with vector instructions, but a maximum and its place
+    one element after the other. So: the maximum of each block, then the place of the
+    best block, then the place in it. NaN counts as infinity: the vectorised maximum
+    turns a block that holds NaN into -inf (jaxlib 0.10.2).
+
+    Args:
+      logits: float32[R, V].
+
+    Returns:
+      int32[R].
+    """
+    rows, vocab = logits.shape
+    size = math.gcd(vocab, _BLOCK)  # no padding, which would copy the logits
+    blocks = logits.reshape(rows, -1, size)
+    peaks = jnp.max(jnp.where(jnp.isnan(blocks), jnp.inf, blocks), axis=-1)
+    block = jnp.argmax(peaks, axis=-1)
+    leaf = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * size + jnp.argmax(leaf, axis=-1)).astype(jnp.int32)
+
+
 def _draw_filtered(
     logits: jax.Array, uniform: jax.Array, sampling: Sampling
 ) -> jax.Array:
     """Draws after top-k and top-p.
 
     Sorting the vocabulary is dear, and the kept tokens are nearly always among the
-    first few: sort those, and all of it only if some row needs more.
+    first few: sort those, then more, and all of it only if some row needs that.
     """
     vocab = logits.shape[-1]
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
-    def draw_among(num: int) -> jax.Array:
-        values, ids = lax.top_k(logits, num)  # ties: the lower id first
-        ranks = jnp.arange(num, dtype=jnp.int32)[None, :]
+    def draw_among(values: jax.Array, ids: jax.Array) -> jax.Array:
+        ranks = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
         by_rank = (sampling.top_k == 0) | (ranks < sampling.top_k)
         # Probability relative to the tokens that top-k keeps.
         probs = jnp.where(by_rank, jnp.exp(values - log_total), 0.0)
@@ -157,16 +180,20 @@ def _draw_filtered(
         rank = _draw(jnp.where(keep, _weights(values), 0.0), uniform)
         return jnp.take_along_axis(ids, rank[:, None], axis=-1)[:, 0]
 
-    if vocab <= _CANDIDATES:
-        return draw_among(vocab)
-    values, _ = lax.top_k(logits, _CANDIDATES)
-    mass = jnp.sum(jnp.exp(values - log_total), axis=-1)
-    enough = jnp.where(
-        sampling.top_k > 0,
-        sampling.top_k <= _CANDIDATES,
-        jnp.all(mass >= sampling.top_p) & (sampling.top_p < 1),
-    )
-    return lax.cond(enough, lambda: draw_among(_CANDIDATES), lambda: draw_among(vocab))
+    def draw_from(sizes: Sequence[int]) -> jax.Array:
+        num, *more = sizes
+        values, ids = lax.top_k(logits, num)  # ties: the lower id first
+        if not more:
+            return draw_among(values, ids)
+        mass = jnp.sum(jnp.exp(values - log_total), axis=-1)
+        enough = jnp.where(
+            sampling.top_k > 0,
+            sampling.top_k <= num,
+            jnp.all(mass >= sampling.top_p) & (sampling.top_p < 1),
+        )
+        return lax.cond(enough, draw_among, lambda *_: draw_from(more), values, ids)
+
+    return draw_from([*(n for n in _CANDIDATES if n < vocab), vocab])
 
 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:

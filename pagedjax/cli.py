@@ -198,7 +198,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system", "TEXT", "system message, for --chat and for messages")
     add("--max-tokens", "N", "most tokens to produce per sample", _whole(1))
-    add("--n", "N", "samples of each prompt", _whole(1))
+    add("--n", "N", "samples of each prompt; of its beams, the best N", _whole(1))
+    add("--num-beams", "K", "search with K beams instead of sampling", _whole(1))
+    parser.add_argument(
+        "--draft",
+        choices=("ngram",),
+        help="guess tokens by looking up what the latest ones led to before, and check"
+        " several in one step; changes the speed and no token",
+    )
     add("--temperature", "T", "0 takes the likeliest token", _real(0))
     add("--top-k", "K", "keep the K likeliest tokens; 0 = all", _whole(0))
     add("--top-p", "P", "keep the likeliest tokens that hold P", _share)

@@ -11,6 +11,11 @@
             | model -> logits -> sample -> record
             +-- end token or length reached: free the slot; any left? again
 
+Beam search chooses for all beams of a prompt at once, and `reorder` moves their rows.
+Speculative decoding appends several guessed tokens, lets the model look at all of them
+in one pass, and rolls back those it would not have chosen. How to use all of it:
+`docs/generation.md`.
+
 `generate` runs all of it in one jitted call. `start_generation`,
 `continue_generation` and `finish_generation` are the same steps for a caller who
 wants tokens as they come.
@@ -25,27 +30,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax import _page_ops as ops
-from pagedjax._generation import (
-    GenerationState,
-    PagedModel,
-    PageStats,
-    Status,
-    proceed,
-    start,
-)
-from pagedjax._sampling import Sampling, init_sampling
+from pagedjax._beam import best_beams, init_beam_rule
+from pagedjax._generation import proceed, start
+from pagedjax._generation_state import GenerationState, PageStats, Status
+from pagedjax._paged_model import PagedModel
+from pagedjax._sampling import init_sampling
+from pagedjax._signatures import takes_arguments_of
+from pagedjax._speculative import DraftModel, PromptLookup
 
 __all__ = [
+    "DraftModel",
+    "DraftStats",
     "Generation",
     "GenerationState",
     "PageStats",
     "PagedModel",
+    "PromptLookup",
     "Status",
     "continue_generation",
     "finish_generation",
     "generate",
     "start_generation",
 ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftStats:
+    """What became of the drafts.
+
+    Attributes:
+      drafted: int32[B, n]; tokens drafted for each sample.
+      accepted: int32[B, n]; how many of them it produced.
+    """
+
+    drafted: jax.Array
+    accepted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +80,9 @@ class Generation:
       lengths: int32[B, n]; tokens produced.
       status: int32[B, n]; see `Status`.
       stats: page statistics.
+      scores: float32[B, n]; with beam search, what the sequences are sorted by, best
+        first; -inf where a prompt has no so many. None without.
+      drafts: with speculative decoding, what became of the drafts. None without.
     """
 
     tokens: jax.Array
@@ -67,6 +90,8 @@ class Generation:
     lengths: jax.Array
     status: jax.Array
     stats: PageStats
+    scores: jax.Array | None = None
+    drafts: DraftStats | None = None
 
 
 def generate(
@@ -78,6 +103,9 @@ def generate(
     *,
     max_new_tokens: int,
     num_samples: int = 1,
+    num_beams: int | None = None,
+    length_penalty: Any = 1.0,
+    early_stopping: Any = False,
     temperature: Any = 0.0,
     top_k: Any = 0,
     top_p: Any = 1.0,
@@ -86,6 +114,8 @@ def generate(
     page_size: int = 16,
     num_pages: int | None = None,
     chunk_size: int = 512,
+    draft: PromptLookup | DraftModel | None = None,
+    draft_params: Any = None,
 ) -> Generation:
     """Continues every prompt, all in one jitted program.
 
@@ -101,7 +131,16 @@ def generate(
         padding: nothing is computed for it.
       key: random key; default `jax.random.key(0)`. Not used when greedy.
       max_new_tokens: most tokens to produce for a sample.
-      num_samples: samples of each prompt, `n`.
+      num_samples: samples of each prompt, `n`; with beam search, how many of the
+        sequences found to give.
+      num_beams: search for the likeliest continuations with so many hypotheses at a
+        time, instead of sampling. Default: sample.
+      length_penalty: a sequence's score is the sum of its log-probabilities over its
+        length (new tokens, the end token included) to this power; above 0 long ones
+        gain.
+      early_stopping: True ends the search of a prompt once `num_beams` sequences
+        have come to an end token; False, once also the best hypothesis that goes on
+        would score no better than the worst of these if it ended now.
       temperature: at least 0; 0 is greedy.
       top_k: keep that many tokens; 0 = all.
       top_p: keep the fewest tokens that hold this much probability, in (0, 1].
@@ -112,6 +151,9 @@ def generate(
       page_size: tokens in a page.
       num_pages: pages in the pool; default: enough for every sample to its end.
       chunk_size: most prompt tokens in one forward pass.
+      draft: guess several tokens at a time this way and let the model check them in
+        one pass. Changes how many steps it takes, and no token.
+      draft_params: parameters of the draft model, if it is one.
 
     Returns:
       The tokens, how each sample ended, and what the pages did. A sample that
@@ -139,41 +181,33 @@ def generate(
       >>> [pj.Status(int(s)).name for s in out.status.ravel()]
       ['LENGTH', 'STOP']
     """
-    arrays, statics = _check_arguments(
-        model,
-        prompts,
-        prompt_lens,
-        key,
-        seeds,
-        eos_ids,
+    arguments = _prepare(
+        model=model,
+        params=params,
+        prompts=prompts,
+        prompt_lens=prompt_lens,
+        key=key,
         max_new_tokens=max_new_tokens,
         num_samples=num_samples,
+        num_beams=num_beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_ids=eos_ids,
+        seeds=seeds,
         page_size=page_size,
         num_pages=num_pages,
         chunk_size=chunk_size,
+        draft=draft,
+        draft_params=draft_params,
     )
-    sampling = init_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return _run_jit(params, sampling, *arrays, model=model, **statics)
+    return _run_jit(**arguments)
 
 
-def start_generation(
-    model: PagedModel,
-    params: Any,
-    prompts: jax.Array,
-    prompt_lens: jax.Array | None = None,
-    key: jax.Array | None = None,
-    *,
-    max_new_tokens: int,
-    num_samples: int = 1,
-    temperature: Any = 0.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    eos_ids: Sequence[int] = (),
-    seeds: jax.Array | None = None,
-    page_size: int = 16,
-    num_pages: int | None = None,
-    chunk_size: int = 512,
-) -> GenerationState:
+@takes_arguments_of(generate)
+def start_generation(arguments: dict[str, Any]) -> GenerationState:
     """Prefills the prompts, forks the samples and chooses each one's first token.
 
     The arguments are those of `generate`.
@@ -195,25 +229,16 @@ def start_generation(
       >>> state.tokens.tolist()
       [[8, 9, 0]]
     """
-    arrays, statics = _check_arguments(
-        model,
-        prompts,
-        prompt_lens,
-        key,
-        seeds,
-        eos_ids,
-        max_new_tokens=max_new_tokens,
-        num_samples=num_samples,
-        page_size=page_size,
-        num_pages=num_pages,
-        chunk_size=chunk_size,
-    )
-    sampling = init_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return _start_jit(params, sampling, *arrays, model=model, **statics)
+    return _start_jit(**_prepare(**arguments))
 
 
 def continue_generation(
-    model: PagedModel, params: Any, state: GenerationState, *, num_steps: int
+    model: PagedModel,
+    params: Any,
+    state: GenerationState,
+    *,
+    num_steps: int,
+    draft_params: Any = None,
 ) -> GenerationState:
     """Runs up to so many decode steps; fewer if every sample ends before.
 
@@ -224,6 +249,7 @@ def continue_generation(
       params: its parameters.
       state: where to go on.
       num_steps: most steps to run.
+      draft_params: parameters of the draft model, if there is one.
 
     Returns:
       The new state. Done when no `status` is `Status.RUNNING`.
@@ -236,11 +262,13 @@ def continue_generation(
       0
     """
     num_steps = min(ops.as_size("num_steps", num_steps), ops.INT32_MAX)
-    return _continue_jit(params, state, jnp.int32(num_steps), model=model)
+    return _continue_jit(params, state, jnp.int32(num_steps), draft_params, model=model)
 
 
 def finish_generation(state: GenerationState) -> Generation:
     """Gives what a state has produced so far, by prompt and sample.
+
+    Of a beam search under way: the best sequences so far, ended or not.
 
     Example:
       See `start_generation`.
@@ -249,15 +277,130 @@ def finish_generation(state: GenerationState) -> Generation:
       >>> pj.Status.STOP.name
       'STOP'
     """
+    if state.beams is not None:
+        return _finish_beams_jit(state)
     rows, width = state.tokens.shape
     by_prompt = (rows // state.num_samples, state.num_samples)
+    drafts = None
+    if state.drafts is not None:
+        drafts = DraftStats(
+            drafted=state.drafts.drafted.reshape(by_prompt),
+            accepted=state.drafts.accepted.reshape(by_prompt),
+        )
     return Generation(
         tokens=state.tokens.reshape(*by_prompt, width),
         logprobs=state.logprobs.reshape(*by_prompt, width),
         lengths=state.lengths.reshape(by_prompt),
         status=state.status.reshape(by_prompt),
         stats=jax.tree.map(jnp.copy, state.stats),  # the state may be donated next
+        drafts=drafts,
     )
+
+
+@jax.jit
+def _finish_beams_jit(state: GenerationState) -> Generation:
+    beams = state.beams
+    assert beams is not None
+    width, n = beams.rule.num_beams, state.num_samples
+    status = state.status[::width]
+    scores, tokens, logprobs, lengths, is_finished = best_beams(
+        beams,
+        state.tokens,
+        state.logprobs,
+        state.lengths[::width],
+        status != Status.STOP,
+        n,
+    )
+    # A finished sequence is the answer only if the search came to its end.
+    searched = (status == Status.STOP) | (status == Status.LENGTH)
+    stops = is_finished & searched[:, None]
+    return Generation(
+        tokens=tokens,
+        logprobs=logprobs,
+        lengths=lengths,
+        status=jnp.where(stops, Status.STOP, status[:, None]).astype(jnp.int32),
+        stats=jax.tree.map(jnp.copy, state.stats),  # the state may be donated next
+        scores=scores,
+    )
+
+
+def _prepare(
+    *,
+    model: PagedModel,
+    params: Any,
+    prompts: jax.Array,
+    prompt_lens: jax.Array | None,
+    key: jax.Array | None,
+    num_samples: int,
+    num_beams: int | None,
+    length_penalty: Any,
+    early_stopping: Any,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    eos_ids: Sequence[int],
+    seeds: jax.Array | None,
+    draft: PromptLookup | DraftModel | None,
+    draft_params: Any,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Completes and checks the arguments of `generate`; gives those of `start`."""
+    sampling = init_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    rule = None
+    if num_beams is not None:
+        rule = init_beam_rule(
+            num_beams, length_penalty=length_penalty, early_stopping=early_stopping
+        )
+        if sampling.mode != "greedy":
+            raise ValueError(
+                f"num_beams={num_beams} searches and does not sample: temperature"
+                f" must be 0, got {temperature}"
+            )
+        if ops.as_size("num_samples", num_samples) > rule.num_beams:
+            raise ValueError(
+                f"num_samples={num_samples} sequences cannot come from"
+                f" num_beams={num_beams}"
+            )
+    if draft is not None:
+        _check_draft(draft, draft_params, model, rule is not None)
+    arrays, statics = _check_arguments(
+        model,
+        prompts,
+        prompt_lens,
+        key,
+        seeds,
+        eos_ids,
+        num_samples=num_samples if rule is None else rule.num_beams,
+        **sizes,
+    )
+    names = ("prompts", "prompt_lens", "key", "seeds", "eos_ids")
+    return {
+        **dict(zip(names, arrays, strict=True)),
+        **statics,
+        "num_samples": num_samples,
+        "model": model,
+        "params": params,
+        "sampling": sampling,
+        "beam_rule": rule,
+        "drafter": draft,
+        "draft_params": draft_params,
+    }
+
+
+def _check_draft(
+    draft: Any, draft_params: Any, model: PagedModel, is_beam_search: bool
+) -> None:
+    if not isinstance(draft, PromptLookup | DraftModel):
+        raise TypeError(
+            f"draft must be a PromptLookup or a DraftModel, got {type(draft).__name__}"
+        )
+    if is_beam_search:
+        raise ValueError("draft and num_beams cannot be given together")
+    if isinstance(draft, DraftModel) and draft.model.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft.model.vocab_size} tokens, the"
+            f" model one of {model.vocab_size}"
+        )
 
 
 def _check_arguments(
@@ -327,16 +470,11 @@ def _check_arguments(
     )
 
 
-def _run(
-    params: Any,
-    sampling: Sampling,
-    *arrays: jax.Array,
-    model: PagedModel,
-    **statics: Any,
-) -> Generation:
-    state = start(params, sampling, *arrays, model=model, **statics)
-    most = jnp.int32(statics["max_new_tokens"])
-    return finish_generation(proceed(params, state, most, model=model))
+def _run(params: Any, *, model: PagedModel, **arguments: Any) -> Generation:
+    state = start(params, model=model, **arguments)
+    most = jnp.int32(arguments["max_new_tokens"])
+    state = proceed(params, state, most, arguments["draft_params"], model=model)
+    return finish_generation(state)
 
 
 _STATICS = (
@@ -347,6 +485,7 @@ _STATICS = (
     "num_pages",
     "pages_per_slot",
     "chunk_size",
+    "drafter",
 )
 _run_jit = jax.jit(_run, static_argnames=_STATICS)
 _start_jit = jax.jit(start, static_argnames=_STATICS)

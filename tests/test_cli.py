@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +153,33 @@ def test_text_streams_and_equals_the_json_text(run, run_json, monkeypatch):
     assert len(pieces) == 12  # one for each token, as it comes
     (sample,) = run_json(*HELLO)
     assert out == sample["text"] + "\n"
+
+
+def test_beams(run, run_json, model):
+    """The best of them, with scores; one beam is greedy."""
+    flags = [*HELLO, "--page-size", 4]
+    beams = run_json(*flags, "--num-beams", 3, "--n", 2)
+    assert beams[0]["score"] >= beams[1]["score"]
+    for beam in beams:
+        mean = sum(beam["logprobs"]) / len(beam["logprobs"])
+        assert beam["score"] == pytest.approx(mean, rel=1e-4)
+    assert beams[0]["token_ids"] != beams[1]["token_ids"]
+    code, out, err = run(*flags, "--num-beams", 3)
+    assert code == 0 and out.startswith("--- prompt 0 (")
+    assert beams[0]["text"] in out
+
+
+def test_drafts_change_no_token(run, run_json):
+    flags = [*HELLO, "--page-size", 4, "--ignore-eos"]
+    for more in ([], ["--temperature", 1, "--seed", 3, "--n", 2]):
+        plain, drafted = (
+            run_json(*flags, *more, *d) for d in ([], ["--draft", "ngram"])
+        )
+        for a, b in zip(plain, drafted, strict=True):
+            assert a.pop("logprobs") == pytest.approx(b.pop("logprobs"), abs=1e-4)
+            assert a == b
+    _, _, err = run(*flags, "--draft", "ngram")
+    assert re.search(r"^drafts +\d+ tokens, \d+ accepted", err, re.MULTILINE)
 
 
 def test_several_samples_are_printed_under_headers(run, run_json, tmp_path):
@@ -452,6 +480,11 @@ def test_streams_that_are_full_or_closed(streams, code, message):
         (["--prompts-file", "x"], "not allowed with argument --prompt"),
         (["--system", "be"], "--system needs --chat"),
         (["--max-token", "3"], "unrecognized arguments: --max-token"),
+        (["--num-beams", "0"], "--num-beams: must be between 1"),
+        (["--num-beams", "2", "--n", "3"], "--n 3 sequences cannot come from"),
+        (["--num-beams", "2", "--temperature", "1"], "--num-beams does not sample"),
+        (["--num-beams", "2", "--draft", "ngram"], "do not go together"),
+        (["--draft", "oracle"], "--draft: invalid choice: 'oracle'"),
     ],
 )
 def test_bad_flags(fails, flags, message):

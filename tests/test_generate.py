@@ -1,6 +1,7 @@
 """Generation in one program, against a dense model and against itself."""
 
 import dataclasses
+import inspect
 import re
 import sys
 
@@ -326,16 +327,17 @@ def test_the_pool_is_never_copied():
     """In the compiled generate loop, and in a step, where it is given away too."""
     num_pages = 1021
     tokens, lens = pad(PROMPTS)
-    arrays, statics = generate_module._check_arguments(
-        *(MODEL, tokens, lens, None, None, ()),
+    arguments = inspect.signature(pj.generate).bind(
+        *(MODEL, PARAMS, tokens, lens),
         max_new_tokens=NEW,
-        num_samples=3,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         chunk_size=16,
+        **SAMPLED,
     )
-    args = (PARAMS, pj.init_sampling(temperature=1.0), *arrays)
-    lowered = generate_module._run_jit.lower(*args, model=MODEL, **statics)
+    arguments.apply_defaults()
+    arguments = generate_module._prepare(**arguments.arguments)
+    lowered = generate_module._run_jit.lower(**arguments)
     text = lowered.compile().as_text()
     assert f"f32[{LAYERS * num_pages},{PAGE_SIZE}," in text
     # Keys and values start as one array of zeros, so one of them gets a copy before

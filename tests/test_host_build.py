@@ -37,6 +37,15 @@ def test_a_compiler_that_fails_is_recorded(tmp_path: Path) -> None:
     assert not record.built and "false failed" in record.reason
 
 
+@needs_compiler
+def test_what_the_compiler_lacks_is_left_out() -> None:
+    """AMX is asked for where the compiler knows it: GCC 11, clang 12."""
+    compiler = build.find_compiler()
+    assert build._accepts(compiler, ("-O1",))
+    assert not build._accepts(compiler, ("-mno-such-instructions",))
+    assert not build._accepts("false", ("-O1",))
+
+
 def test_the_hook_builds_without_the_package(tmp_path: Path) -> None:
     """A wheel is built where neither the package nor jax can be imported."""
     hook = Path(__file__).parent.parent / "hatch_build.py"

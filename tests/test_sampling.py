@@ -20,8 +20,8 @@ draw = jax.jit(sample)
 
 
 @functools.cache
-def sampler(candidates):
-    """Gives `sample` with that many tokens sorted first."""
+def sampler(*candidates):
+    """Gives `sample` with so many tokens sorted first, second, ..."""
 
     def run(*args):
         with mock.patch.object(_sampling, "_CANDIDATES", candidates):
@@ -186,8 +186,9 @@ def test_candidates_and_whole_vocabulary_agree(top_k, top_p):
     logits = 3 * jax.random.normal(jax.random.key(1), (64, BIG))
     keys = jax.random.split(jax.random.key(2), 64)
     sampling = init_sampling(temperature=0.9, top_k=top_k, top_p=top_p)
-    got = sampler(_sampling._CANDIDATES)(logits, keys, sampling)
-    assert got.tolist() == sampler(BIG)(logits, keys, sampling).tolist()
+    want = sampler()(logits, keys, sampling).tolist()
+    assert sampler(256)(logits, keys, sampling).tolist() == want
+    assert sampler(4, 128)(logits, keys, sampling).tolist() == want
 
 
 def test_filters_that_need_more_than_the_candidates():
@@ -274,6 +275,23 @@ def test_modes():
 def test_numbers_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         init_sampling(**options)
+
+
+@pytest.mark.parametrize("vocab", [7, 256, 768, BIG])
+def test_greedy_takes_the_first_of_the_largest(vocab):
+    """Ties inside a block and across blocks; NaN and infinity before all else."""
+    logits = np.array(jax.random.normal(jax.random.key(8), (9, vocab)))
+    last = vocab - 1
+    places = [(last,), (0, last), (1, 2), (vocab // 2, last), (3,), (4, 5), (6,)]
+    for row, where in enumerate(places):
+        logits[row, list(where)] = 9.0
+    logits[4, 3], logits[5, 4:6] = np.inf, np.nan
+    logits[6], logits[7] = -np.inf, np.nan
+    logits[8, last] = np.nan
+    keys = jax.random.split(jax.random.key(9), 9)
+    want = np.argmax(logits, axis=1).tolist()
+    assert draw(jnp.asarray(logits), keys, init_sampling()).tolist() == want
+    assert want[8] == last
 
 
 def test_log_probabilities():

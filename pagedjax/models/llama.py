@@ -21,16 +21,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 
+from pagedjax import _page_ops as ops
 from pagedjax._kv_pool import KVPool
 from pagedjax._ragged import RaggedBatch, attend
 from pagedjax.generate import PagedModel
+from pagedjax.models._tensor_parallel import shard_params
 from pagedjax.models.config import LlamaConfig, rope_frequencies
-from pagedjax.nnx import functional
+from pagedjax.nnx import FunctionalModel, functional
 
 __all__ = ["Llama", "weight_shapes"]
 
 WeightReader = Callable[[str], np.ndarray]
+
+_FEW_ROWS = 8  # measured: from 12 rows on there is nothing left to gain
 
 
 class Llama(nnx.Module):
@@ -51,6 +56,8 @@ class Llama(nnx.Module):
 
     Attributes:
         config: the `LlamaConfig`.
+        tensor_axis: the mesh axis over which heads and FFN columns are split, in a
+            model that `sharded` made; else None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,6 +111,7 @@ class Llama(nnx.Module):
         if stacked is None:
             stacked = jax.default_backend() != "cpu"
         self.config = config
+        self.tensor_axis: str | None = None
 
         def one(*names: str) -> nnx.Param:
             return nnx.Param(jnp.asarray(_fuse(weights, names, dtype)))
@@ -159,12 +167,23 @@ class Llama(nnx.Module):
         Returns:
             The pool, and float32[R or T, V]. Rows of padding are meaningless.
         """
-        config = self.config
+        config, axis = self.config, self.tensor_axis
         qkv, out, gate_up, down = (
             _arrays(w) for w in (self.qkv, self.out, self.gate_up, self.down)
         )
+        num_shards = 1 if axis is None else lax.axis_size(axis)
+        num_q, num_k = (
+            heads // num_shards for heads in (config.num_heads, config.num_kv_heads)
+        )
         cos, sin = _rope_tables(config, batch.positions)
         x = self.embed[...].at[tokens].get(mode="clip")
+        # Under `shard_map` the carry of the scan has to vary from the start over what
+        # it meets; `x` is summed over the shards and so equal on all of them.
+        x = ops.vary_together(x, batch)
+        pool = ops.vary_together(pool, x, qkv)
+
+        def summed(y: jax.Array) -> jax.Array:
+            return y if axis is None else lax.psum(y, axis)
 
         def layer(carry: tuple, xs: tuple) -> tuple[tuple, None]:
             pool, x = carry
@@ -173,7 +192,6 @@ class Llama(nnx.Module):
             if qkv_bias is not None:
                 y = y + qkv_bias[None, :]
             y = y.reshape(y.shape[0], -1, config.head_dim)
-            num_q, num_k = config.num_heads, config.num_kv_heads
             qk = _rotate(y[:, : num_q + num_k], cos, sin)
             q, k, v = qk[:, :num_q], qk[:, num_q:], y[:, num_q + num_k :]
             pool, y = attend(
@@ -181,10 +199,11 @@ class Llama(nnx.Module):
                 window=config.window,
                 implementation=implementation,
             )
-            x = x + _product(y.reshape(y.shape[0], -1), out, index)
+            x = x + summed(_product(y.reshape(y.shape[0], -1), out, index))
             y = _product(_rms_norm(x, ffn_norm, config.rms_eps), gate_up, index)
             gate, up = jnp.split(y, 2, axis=1)
-            return (pool, x + _product(jax.nn.silu(gate) * up, down, index)), None
+            y = _product(jax.nn.silu(gate) * up, down, index)
+            return (pool, x + summed(y)), None
 
         layers = (
             jnp.arange(config.num_layers),
@@ -197,7 +216,8 @@ class Llama(nnx.Module):
             x = x.at[rows].get(mode="clip")
         x = _rms_norm(x, self.norm[...], config.rms_eps)
         head = self.embed if self.head is None else self.head
-        return pool, _matmul(x, head[...], jnp.float32)
+        multiply = _matmul_few if isinstance(qkv, list) and _are_few(x) else _matmul
+        return pool, multiply(x, head[...], jnp.float32)
 
     def paged(self) -> tuple[PagedModel, Any]:
         """Give the model as `generate` takes it.
@@ -218,17 +238,74 @@ class Llama(nnx.Module):
             (1, 1, 2)
         """
         apply, params = functional(self)
+        return self._described(apply, self.config.num_kv_heads), params
+
+    def sharded(
+        self, mesh: Mesh, *, tensor_axis: str = "tensor"
+    ) -> tuple[PagedModel, Any, Any]:
+        """Split heads and FFN columns over a mesh axis, for use under `shard_map`.
+
+        Each device holds the rows of q, k, v, gate and up for its own heads and
+        columns, the matching columns of out and down, and the pages of its own kv
+        heads. Two sums over the axis per layer make the activations equal on all.
+        Embedding and head are whole on every device.
+
+        Args:
+            mesh: the devices. Its other axes, such as one for data, see the same
+                parameters.
+            tensor_axis: the name of the axis.
+
+        Returns:
+            `(model, params, specs)`: what `paged` gives, but for one device, so that
+            the pool has `num_kv_heads / n` heads on it; the parameters, placed on the
+            mesh; and the tree of their `PartitionSpec`s.
+
+        Raises:
+            ValueError: the mesh has no such axis, or its size does not divide the kv
+                heads and the FFN columns.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, numpy as np
+            >>> from flax import nnx
+            >>> from jax.sharding import Mesh
+            >>> from pagedjax.models import Llama, LlamaConfig
+            >>> config = LlamaConfig(2, 4, 2, 8, 32, 64, 100, 128)
+            >>> mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+            >>> llama = Llama(config, rngs=nnx.Rngs(0))
+            >>> model, params, specs = llama.sharded(mesh)
+            >>> specs["out"][0]
+            PartitionSpec(None, 'tensor')
+        """
+        if tensor_axis not in mesh.shape:
+            raise ValueError(
+                f"tensor_axis {tensor_axis!r} is not an axis of the mesh, which has "
+                f"{', '.join(map(repr, mesh.axis_names))}"
+            )
+        num_shards = mesh.shape[tensor_axis]
+        for name in ("num_kv_heads", "ffn_size"):
+            if getattr(self.config, name) % num_shards:
+                raise ValueError(
+                    f"{name} must be a multiple of the size of {tensor_axis!r}, got "
+                    f"{getattr(self.config, name)} and {num_shards}"
+                )
+        local = nnx.merge(*nnx.split(self))  # holds the same arrays
+        local.tensor_axis = tensor_axis
+        apply, params = functional(local)
+        params, specs = shard_params(params, self.config, mesh, tensor_axis)
+        model = self._described(apply, self.config.num_kv_heads // num_shards)
+        return model, params, specs
+
+    def _described(self, apply: FunctionalModel, num_kv_heads: int) -> PagedModel:
         config = self.config
-        model = PagedModel(
+        return PagedModel(
             apply,
             num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_seq_len=config.max_seq_len,
             kv_dtype=self.embed.dtype.name,
         )
-        return model, params
 
 
 def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -275,7 +352,8 @@ def _product(
     """Multiply x[T, in] by the transpose of the matrix [out, in] of one layer."""
     if not isinstance(weights, list):
         return _matmul(x, weights[index], x.dtype)
-    products = [partial(_matmul, weight=w, out_dtype=x.dtype) for w in weights]
+    multiply = _matmul_few if _are_few(x) else _matmul
+    products = [partial(multiply, weight=w, out_dtype=x.dtype) for w in weights]
     return lax.switch(index, products, x)
 
 
@@ -293,6 +371,22 @@ def _matmul(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=out_dtype,
     )
+
+
+def _matmul_few(
+    x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Do the same for a few rows on a CPU: the matrix is the left operand.
+
+    XLA:CPU repacks the right operand of a product before it multiplies. With a
+    matrix there this takes longer than the product of 2 to 8 rows. The barrier keeps
+    XLA from turning the operands around again.
+    """
+    return lax.optimization_barrier(_matmul(weight, x, out_dtype)).T
+
+
+def _are_few(x: jax.Array) -> bool:
+    return 1 < x.shape[0] <= _FEW_ROWS
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
