@@ -2,6 +2,7 @@
 
     python -m benchmarks.aot_gpu              all GPUs; records for benchmarks/AOT.md
     python -m benchmarks.aot_gpu --gpu sm_90a
+    python -m benchmarks.aot_gpu --select 'decode'   cases whose name matches
 
 Needs the packages `jax-cuda12-plugin` and `jax-cuda12-pjrt` of jax's own version
 (`make aot` makes an environment for them). Exit status: 0 when all that is claimed
@@ -61,6 +62,7 @@ def main() -> int:
     """Compiles and records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", action="append", choices=GPUS)
+    parser.add_argument("--select", default="", help="a regular expression")
     chosen = parser.parse_args()
     dump = tempfile.mkdtemp()
     os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_dump_to={dump}")
@@ -74,8 +76,14 @@ def main() -> int:
     failed = 0
     try:
         for name in chosen.gpu or GPUS:
-            rows = [_run(name, *case, Path(dump)) for case in _cases(GPUS[name])]
+            rows = [
+                _run(name, *case, Path(dump))
+                for case in _cases(GPUS[name])
+                if re.search(chosen.select, case[0])
+            ]
             failed += sum(not row["ok"] for row in rows)
+            if chosen.select:
+                continue
             record = {
                 "gpu": f"{GPUS[name].kind} ({name})",
                 "compiler": f"jax-cuda12-plugin {version}",

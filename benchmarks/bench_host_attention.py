@@ -4,7 +4,9 @@ Decode reads every key and value once, so its limit is the speed of the memory: 
 of the `decode_...` cases is useful bytes per second over those of a plain threaded read
 that takes turns with it. The last cases compare with XLA, with gathering everything,
 and with the detection of shared prefixes switched off; there `ratio` is baseline time
-over host time. `settings` names the kernels that ran.
+over host time. `settings` names the kernels that ran. The read walks an array that
+NumPy asks the system to hold in large pages, so the pool is moved into such pages too
+(`host.use_large_pages`), except where the case says `small_pages`.
 """
 
 import functools
@@ -43,6 +45,8 @@ def main() -> Iterable[Case]:
             for context, page_size in ((1024, 16), (4096, 16), (4096, 64), (16384, 16)):
                 yield against_memory(read, dtype, heads, context, page_size)
         yield against_memory(read, dtype, LARGE, 32768, 16, slots=1)
+    yield against_memory(read, "float32", LARGE, 4096, 16, large_pages=False)
+    yield against_memory(read, "bfloat16", SMALL, 4096, 16, large_pages=False)
     for dtype in ("float16", "int8", "float8_e4m3fn"):
         yield against_memory(read, dtype, LARGE, 4096, 16)
     for dtype in ("float32", "bfloat16"):
@@ -95,12 +99,19 @@ def make_arrays(
 
 
 def against_memory(
-    read, dtype: str, heads: tuple, context: int, page_size: int, slots: int = 0
+    read,
+    dtype: str,
+    heads: tuple,
+    context: int,
+    page_size: int,
+    slots: int = 0,
+    large_pages: bool = True,
 ) -> Case:
     """Times decode and a plain read in turn."""
     token = 2 * heads[1] * heads[2] * jnp.dtype(dtype).itemsize
     slots = slots or max(1, POOL_BYTES // (context * token))
     arrays = make_arrays(slots, context, heads, dtype, page_size)
+    moved = host.use_large_pages(*arrays[1:3]) if large_pages else 0
     attend = host.paged_attention
     if jnp.dtype(dtype).itemsize == 1:
         scales = jnp.full(arrays[1].shape[:3], 0.03)
@@ -110,13 +121,21 @@ def against_memory(
     seconds = interleave({"host": run, "read": read})
     useful = slots * context * token
     share = median_ratio(seconds["read"], seconds["host"]) * useful / READ_BYTES
+    suffix = "" if large_pages else "_small_pages"
+    shape = "x".join(map(str, heads))
     return Case(
-        f"decode_{slots}x{context}_{'x'.join(map(str, heads))}_{dtype}_page{page_size}",
+        f"decode_{slots}x{context}_{shape}_{dtype}_page{page_size}{suffix}",
         useful / np.median(seconds["host"]) / 1e9,
         "GB/s",
         "plain threaded read",
         share,
-        {"heads": heads, "dtype": dtype, "page_size": page_size, **kernels()},
+        {
+            "heads": heads,
+            "dtype": dtype,
+            "page_size": page_size,
+            "bytes_in_large_pages": moved,
+            **kernels(),
+        },
     )
 
 

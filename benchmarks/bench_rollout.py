@@ -58,7 +58,7 @@ def _against_batches(model: pj.PagedModel, params: Any) -> Iterator[Case]:
     )
     outs: dict[str, Any] = {}
 
-    def continuous() -> None:
+    def continuous(budgets: Any = budgets) -> None:
         outs["rollout"] = jax.block_until_ready(
             pj.rollout(
                 *(model, params, prompts, lens),
@@ -68,20 +68,23 @@ def _against_batches(model: pj.PagedModel, params: Any) -> Iterator[Case]:
             )
         )
 
-    def static(padded: bool) -> None:
-        for i in range(0, PROMPTS, SLOTS):
+    def static(padded: bool, num_prompts: int = PROMPTS) -> None:
+        for i in range(0, num_prompts, SLOTS):
             part = slice(i, i + SLOTS)
             real = None if padded else lens[part]
             jax.block_until_ready(generate(prompts[part], real))
 
-    runs = {
-        "rollout": continuous,
-        "static": functools.partial(static, True),
-        "unpadded": functools.partial(static, False),
-    }
-    for run in runs.values():  # compilation
-        run()
-    seconds = interleave(runs, repeats=1, warmup=0)
+    continuous(np.zeros_like(budgets))  # compiles
+    static(True, SLOTS)
+    seconds = interleave(
+        {
+            "rollout": continuous,
+            "static": functools.partial(static, True),
+            "unpadded": functools.partial(static, False),
+        },
+        repeats=1,
+        warmup=0,
+    )
     alone = _one_by_one(model, params, prompts, lens, budgets)
     rollout = seconds["rollout"][0]
     settings = dict(

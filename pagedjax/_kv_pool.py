@@ -24,6 +24,7 @@ from jax import lax
 
 from pagedjax import _page_ops as ops
 from pagedjax._page_table import CopyPlan, PageTable, translate
+from pallas_kernels import tpu_chips
 
 # Largest value that a quantised dtype is used for: what a scale of 1 stands for.
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -175,13 +176,36 @@ def write_kv(
     # A negative offset would wrap to the end of the page.
     offsets = jnp.where(offsets >= 0, offsets, pool.page_size)
 
-    def store(held: jax.Array, new: jax.Array) -> jax.Array:
-        return held.at[rows, offsets].set(new.astype(held.dtype), mode="drop")
-
     k, k_scales = _quantise(k, pool.k_pages.dtype)
     v, v_scales = _quantise(v, pool.v_pages.dtype)
-    new = KVPool(k, v, k_scales, v_scales, num_layers=pool.num_layers)
-    return jax.tree.map(store, pool, new)
+    k_pages, v_pages = _store_rows(pool, k, v, rows, offsets)
+    scales = (
+        held if new is None else _scatter(held, new, rows, offsets)
+        for held, new in ((pool.k_scales, k_scales), (pool.v_scales, v_scales))
+    )
+    return KVPool(k_pages, v_pages, *scales, num_layers=pool.num_layers)
+
+
+def _store_rows(
+    pool: KVPool, k: jax.Array, v: jax.Array, rows: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    def by_scatter(
+        k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, *place: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        return _scatter(k_pages, k, *place), _scatter(v_pages, v, *place)
+
+    arrays = (pool.k_pages, pool.v_pages, k, v, rows, offsets)
+    if not _has_tpu_kernels(pool):
+        return by_scatter(*arrays)
+    from pallas_kernels import tpu_pages
+
+    return lax.platform_dependent(*arrays, tpu=tpu_pages.write_kv, default=by_scatter)
+
+
+def _scatter(
+    held: jax.Array, new: jax.Array, rows: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    return held.at[rows, offsets].set(new.astype(held.dtype), mode="drop")
 
 
 def copy_pages(pool: KVPool, plan: CopyPlan) -> KVPool:
@@ -213,6 +237,23 @@ def copy_pages(pool: KVPool, plan: CopyPlan) -> KVPool:
     dst = ops.as_int32("plan.dst_pages", plan.dst_pages, src.shape)
     if not src.shape[0]:
         return pool
+    if not _has_tpu_kernels(pool):
+        return _copy_by_blocks(pool, src, dst)
+    from pallas_kernels import tpu_pages
+
+    def copy_by_kernel(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
+        arrays, tree = jax.tree.flatten(pool)
+        copied = tpu_pages.copy_pages(
+            tuple(arrays), src, dst, num_layers=pool.num_layers
+        )
+        return jax.tree.unflatten(tree, copied)
+
+    return lax.platform_dependent(
+        pool, src, dst, tpu=copy_by_kernel, default=_copy_by_blocks
+    )
+
+
+def _copy_by_blocks(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
     null, block = pool.num_pages, min(_COPY_BLOCK, src.shape[0])
     valid = (src >= 0) & (src < null) & (dst >= 0) & (dst < null)
     count = jnp.cumsum(valid.astype(jnp.int32))
@@ -399,6 +440,16 @@ def layer_page_indices(
     valid &= (layer >= 0) & (layer < num_layers)
     rows = layer * num_pages + page_indices
     return jnp.where(valid, rows, num_layers * num_pages)
+
+
+def _has_tpu_kernels(pool: KVPool) -> bool:
+    """Tell whether a TPU is traced for, and its kernels can change these pages.
+
+    There XLA's scatter wants another layout of the pages than attention does, and
+    copies the whole pool to and fro.
+    """
+    chip, _ = tpu_chips.target_chip()
+    return chip is not None and tpu_chips.holds(pool.k_pages.dtype)
 
 
 def _layer_rows(pool: KVPool, pages: jax.Array, layer: int | jax.Array) -> jax.Array:

@@ -225,17 +225,28 @@ def fit(call: Any, chip: Chip, sizes: BlockSizes | None = None) -> Fit:
     return Fit(chip, pages, queries, need, _slots_per_call(call, chip, queries))
 
 
+def holds(dtype: Any) -> bool:
+    """Return whether the kernels can read and change pages of a dtype.
+
+    Example:
+        >>> from pallas_kernels import tpu_chips
+        >>> tpu_chips.holds("bfloat16"), tpu_chips.holds("float16")
+        (True, False)
+    """
+    return jnp.dtype(dtype).name in _FLOATS + _QUANTISED
+
+
 def require_pages(*arrays: jax.Array) -> None:
     """Raise NotImplementedError unless the kernels can hold pages of this dtype."""
     for x in arrays:
-        if jnp.dtype(x.dtype).name not in _FLOATS + _QUANTISED:
+        if not holds(x.dtype):
             raise NotImplementedError(_no_such_pages(jnp.dtype(x.dtype).name))
 
 
 def _check_dtypes(call: Any) -> None:
     if call.q_dtype not in _Q_DTYPES:
         raise NotImplementedError(f"queries of {call.q_dtype} are not supported")
-    if call.kv_dtype not in _FLOATS + _QUANTISED:
+    if not holds(call.kv_dtype):
         raise NotImplementedError(_no_such_pages(call.kv_dtype))
     if call.has_scales != (call.kv_dtype in _QUANTISED):
         raise NotImplementedError(

@@ -29,8 +29,9 @@ RULES = [
     for eos_ids in ((0, 21), (4, 17), (2, 33))
     for penalty, early in ((1.0, False), (1.0, True), (0.0, False), (2.0, True))
 ]
-BOTH_LOW = [(1, 5), (2, 16), (4, 1), (8, 5)]  # each number of beams, each page size
-REST = [p for p in itertools.product((1, 2, 4, 8), (1, 5, 16)) if p not in BOTH_LOW]
+SIZES = list(itertools.product((1, 2, 4, 8), (1, 5, 16)))  # beams, page size
+MARKS = dict.fromkeys(SIZES, pytest.mark.slow)
+MARKS |= {(1, 5): (), (2, 16): (), (4, 1): pytest.mark.core, (8, 5): ()}
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def check(out, i, want):
 
 @pytest.mark.parametrize(
     ("num_beams", "page_size"),
-    BOTH_LOW + [pytest.param(*pair, marks=pytest.mark.slow) for pair in REST],
+    [pytest.param(*sizes, marks=MARKS[sizes]) for sizes in SIZES],
 )
 def test_the_search_is_that_without_a_cache(num_beams, page_size):
     ends, lengths = set(), set()

@@ -64,7 +64,12 @@ def same(got, want):
 
 @pytest.mark.parametrize(
     "kind",
-    ["samples", "beams", "lookup", pytest.param("model", marks=pytest.mark.slow)],
+    [
+        pytest.param("samples", marks=pytest.mark.core),
+        "beams",
+        "lookup",
+        pytest.param("model", marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_over_prompts(kind):
     """One device has no prompt at all, and the others end at different steps."""

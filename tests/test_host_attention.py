@@ -295,6 +295,16 @@ def test_pages_under_vmap() -> None:
             np.testing.assert_array_equal(copied[j][i], two[j])
 
 
+def test_large_pages_change_no_value() -> None:
+    small, large = jnp.arange(10.0), jnp.arange(2.0**21)
+    pointer = large.unsafe_buffer_pointer()
+    moved = host.use_large_pages(small, large)
+    # 8 MiB hold at least 3 whole pages of 2 MiB; 0 where the system has no such pages.
+    assert moved == 0 or 3 * 2**21 <= moved <= large.nbytes
+    assert large.unsafe_buffer_pointer() == pointer
+    np.testing.assert_array_equal(large, np.arange(2.0**21, dtype=np.float32))
+
+
 # --- refusals ------------------------------------------------------------------------
 
 

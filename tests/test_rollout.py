@@ -10,7 +10,7 @@ import pytest
 import rollout_model
 from attention_model import make_params, paged
 from compile_counter import count_compiled
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import pagedjax as pj
 from pagedjax import Status
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_generate(generated, sizes):
 
 
 def test_each_shard_is_a_rollout_of_its_own(generated):
-    mesh = jax.make_mesh((4,), ("data",))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     model, params = paged(), make_params()
 
     def run(prompts, lens, seeds):
@@ -126,7 +126,7 @@ def test_what_a_request_gets_at_most():
 
 def test_an_end_token_frees_the_row():
     want = [continued(prompt, NEW) for prompt in TOYS]
-    end = want[0][1]
+    end = 8  # the fourth token of two of them
     out = run_toy(TOYS, eos_ids=[end])
     for tokens, row, n, status in zip(
         want, out.tokens[:, 0].tolist(), out.lengths[:, 0], names(out), strict=True
@@ -134,12 +134,12 @@ def test_an_end_token_frees_the_row():
         stop = tokens.index(end) + 1 if end in tokens else NEW
         assert (n, row[:n]) == (stop, tokens[:stop])
         assert status == ["STOP" if end in tokens else "LENGTH"]
-    assert out.lengths[0, 0] == 2
+    assert out.lengths[:, 0].tolist() == [6, 4, 6, 4, 6]
 
 
 def test_what_cannot_fit_is_told_and_the_others_finish():
     """D1: 8 pages of 1 token; a request that needs all 8 is served."""
-    sizes = dict(page_size=1, num_pages=8, budgets=[3, 4, 5, 1, 6])
+    sizes = dict(page_size=1, budgets=[3, 4, 5, 1, 6])
     out = run_toy(TOYS, **sizes)  # 6 + 3 - 1 = 8 tokens at most in the cache
     assert names(out) == [["LENGTH"]] * 5
     out = run_toy(TOYS, **{**sizes, "budgets": [4, 4, 5, 1, 6]})
@@ -151,15 +151,16 @@ def test_what_cannot_fit_is_told_and_the_others_finish():
 
 
 def test_reserving_avoids_preemption():
-    tight = dict(page_size=1, num_pages=10, budgets=[4, 5, 6, 2, 6])
-    over = run_toy(TOYS, **tight)
-    reserved = run_toy(TOYS, **tight, reserve=True)
-    assert int(over.stats.num_preemptions) == np.sum(over.stats.preemptions) > 0
-    assert int(reserved.stats.num_preemptions) == 0
-    assert over.tokens.tolist() == reserved.tokens.tolist()
+    prompts = [[7], [2, 3], [4], [5], [6, 6]]
+    over = run_toy(prompts, page_size=1)
+    reserved = run_toy(prompts, page_size=1, reserve=True)
     # D2: nobody comes back before a row has ended, so the same ones are not preempted
     # over and over.
-    assert np.max(over.stats.preemptions) <= 3
+    assert over.stats.preemptions[:, 0].tolist() == [0, 1, 1, 1, 1]
+    assert int(over.stats.num_preemptions) == 4
+    assert int(reserved.stats.num_preemptions) == 0
+    assert over.tokens.tolist() == reserved.tokens.tolist()
+    assert int(over.stats.num_steps) < int(reserved.stats.num_steps)
 
 
 def test_a_common_start_is_prefilled_once():
@@ -171,23 +172,6 @@ def test_a_common_start_is_prefilled_once():
         assert out.tokens[n, 0].tolist() == continued(prompts[n], NEW)
     # The head waits for who feeds what it will share; the others follow at once.
     assert out.stats.admitted_at[:3, 0].tolist() == [0, 2, 2]
-
-
-def test_samples_share_the_prompt():
-    """n = 8 samples: one prefill, and pages = shared ones + own ones."""
-    prompt = np.arange(1, 9, dtype=np.int32)[None] % rollout_model.VOCAB
-    out = pj.rollout(
-        rollout_model.MODEL, TOY, np.tile(prompt, (1, 2)), max_new_tokens=9,
-        num_samples=8, num_slots=8, page_size=4, chunk_size=16,
-    )  # fmt: skip
-    stats = out.stats
-    assert int(stats.tokens_fed) == 16 + 7 and int(stats.tokens_forked) == 7 * 15
-    # 3 full pages shared; the last page of the prompt and 2 pages of its own each
-    # (16 + 9 - 1 tokens in the cache at most).
-    assert int(stats.pages_used) == 3 + 8 * 3
-    assert int(stats.pages_copied) == 7
-    want = continued([*prompt[0], *prompt[0]], 9)
-    assert out.tokens[0].tolist() == [want] * 8
 
 
 def test_the_curves_span_the_run():
@@ -213,25 +197,49 @@ def test_other_numbers_compile_nothing():
     assert compiled == []
 
 
-def test_the_model_is_traced_twice_and_the_pool_never_copied():
+@pytest.fixture(scope="module")
+def samples_program():
+    """Compiles 8 samples of one prompt of 16 tokens; gives it and the traced sizes."""
     traces = []
 
     def counted(*args):
-        traces.append(args[2].shape)
+        traces.append(args[2].shape[0])
         return rollout_model.apply(*args)
 
     model = pj.PagedModel(
         counted, num_layers=3, num_kv_heads=1, head_dim=1, vocab_size=11
     )
     run = functools.partial(
-        pj.rollout, max_new_tokens=NEW, num_slots=3, page_size=4, num_pages=13,
-        chunk_size=7, num_samples=2,
+        pj.rollout, max_new_tokens=9, num_samples=8, num_slots=8, page_size=4,
+        chunk_size=16,
     )  # fmt: skip
-    program = jax.jit(run, static_argnums=0).lower(model, TOY, pad(TOYS)[0])
-    assert sorted(traces) == [(3,), (7,)]
-    text = program.compile().as_text()
-    assert "f32[39,4,1,1]" in text
-    assert not re.search(r"f32\[39,4,1,1\]\S* copy\(", text)
+    prompt = np.arange(16, dtype=np.int32)[None] % rollout_model.VOCAB
+    lowered = jax.jit(run, static_argnums=0).lower(model, TOY, prompt)
+    return lowered.compile(), prompt, traces
+
+
+def test_samples_share_the_prompt(samples_program):
+    """n = 8 samples: one prefill, and pages = shared ones + own ones."""
+    program, prompt, _ = samples_program
+    out = program(TOY, prompt)
+    stats = out.stats
+    assert int(stats.tokens_fed) == 16 + 7 and int(stats.tokens_forked) == 7 * 15
+    # 3 full pages shared; the last page of the prompt and 2 pages of its own each
+    # (16 + 9 - 1 tokens in the cache at most).
+    assert int(stats.pages_used) == 3 + 8 * 3
+    assert int(stats.pages_copied) == 7
+    assert out.tokens[0].tolist() == [continued(prompt[0].tolist(), 9)] * 8
+
+
+def test_the_model_is_traced_twice_and_the_pool_never_copied(samples_program):
+    program, _, traces = samples_program
+    assert sorted(traces) == [8, 16]
+    loops, _, entry = program.as_text().partition("\nENTRY")
+    copies = r"f32\[168,4,1,1\]\S* copy(-start)?\("  # 3 layers of 8 rows of 7 pages
+    assert "f32[168,4,1,1]" in loops
+    assert not re.search(copies, loops)
+    # The zeros that the pool starts as, once for keys and once for values.
+    assert len(re.findall(copies, entry)) <= 1
 
 
 @pytest.mark.parametrize(

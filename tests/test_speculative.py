@@ -105,7 +105,11 @@ def test_the_tokens_are_those_without_drafts(plain, how, draft):
     assert fewer > 0
 
 
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({}, marks=pytest.mark.core), SAMPLED],
+    ids=["greedy", "sampled"],
+)
 def test_a_draft_model_that_is_the_model_is_always_right(how):
     """G5: and never falls behind, for as long as it goes on."""
     out = run(**how, draft=SMALL, draft_params=PARAMS)
