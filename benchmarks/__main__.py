@@ -17,6 +17,9 @@ _BENCHMARKS = (
     "bench_attention",
     "bench_host_attention",
     "bench_generate",
+    "bench_speculative",
+    "bench_rollout",
+    "bench_quantised",
     "bench_memory",
 )
 _RESULTS = Path(__file__).parent / "RESULTS.md"
