@@ -10,6 +10,7 @@ it is loaded: what is built on one machine runs on every machine of the architec
     kernels.cc --(SSE2)----> kernels_base.o   -+
                --(AVX2)----> kernels_avx2.o   -+--> _host.so
                --(AVX-512)-> kernels_avx512.o -+
+               --(AMX)-----> kernels_amx.o    -+
     plan.cc, ffi.cc, ... --> *.o              -+
 
 This module imports nothing outside the standard library: the build of a wheel loads it
@@ -48,23 +49,22 @@ COMMON_FLAGS = (
     "-ffp-contract=fast",
 )
 CORE_SOURCES = ("dispatch.cc", "pages.cc", "parallel.cc", "plan.cc", "prefixes.cc")
+_AVX512 = (
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mfma",
+    "-mprefer-vector-width=512",
+)
+_AMX = ("-mamx-tile", "-mamx-bf16")
 # Per architecture: name, lanes, flags of each instruction set.
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, int, tuple[str, ...]], ...]] = {
     "x86_64": (
         ("base", 4, ()),
-        ("avx2", 8, ("-mavx2", "-mfma")),
-        (
-            "avx512",
-            16,
-            (
-                "-mavx512f",
-                "-mavx512bw",
-                "-mavx512dq",
-                "-mavx512vl",
-                "-mfma",
-                "-mprefer-vector-width=512",
-            ),
-        ),
+        ("avx2", 8, ("-mavx2", "-mfma", "-mf16c")),
+        ("avx512", 16, _AVX512),
+        ("amx", 16, (*_AVX512, *_AMX, "-DPJ_AMX")),
     ),
     "aarch64": (("neon", 4, ()),),
     "other": (("base", 4, ()),),
@@ -208,7 +208,12 @@ def compile_library(
         jobs: list[tuple[pathlib.Path, str, tuple[str, ...]]] = []
         for source in sources:
             jobs.append((SOURCES / source, pathlib.Path(source).stem, ()))
-        for name, lanes, isa_flags in INSTRUCTION_SETS[_target_of(compiler)]:
+        sets = INSTRUCTION_SETS[_target_of(compiler)]
+        if _accepts(compiler, _AMX):
+            base.append("-DPJ_HAS_AMX")
+        else:
+            sets = tuple(x for x in sets if x[0] != "amx")
+        for name, lanes, isa_flags in sets:
             defines = (*isa_flags, f"-DPJ_ISA={name}", f"-DPJ_LANES={lanes}")
             jobs.append((SOURCES / "kernels.cc", f"kernels_{name}", defines))
         objects = [os.path.join(folder, f"{stem}.o") for _, stem, _ in jobs]
@@ -231,6 +236,15 @@ def _target_of(compiler: str) -> str:
     """Return the architecture the compiler makes code for."""
     machine = _run([*compiler.split(), "-dumpmachine"]).split("-")[0]
     return _ARCHITECTURES.get(machine or platform.machine(), "other")
+
+
+def _accepts(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Return whether the compiler knows some flags (AMX: GCC 11, clang 12)."""
+    try:
+        _run([*compiler.split(), *flags, "-E", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def _run(command: list[str]) -> str:

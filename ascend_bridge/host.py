@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ascend_bridge import _calls, _library
+from ascend_bridge._memory import use_large_pages
 
 __all__ = [
     "attend",
@@ -27,6 +28,7 @@ __all__ = [
     "ragged_paged_attention",
     "supports",
     "usable",
+    "use_large_pages",
     "write_kv",
 ]
 

@@ -3,6 +3,7 @@
     python -m benchmarks.aot                     all chips; rewrites benchmarks/AOT.md
     python -m benchmarks.aot --chip v6e          one chip; the others as recorded
     python -m benchmarks.aot --select 'decode'   the cases whose name matches
+    python -m benchmarks.aot --select '^$'       none: AOT.md from what is recorded
 
 Needs the packages of `jax[tpu]` (`make aot` makes an environment for them). Exit
 status: 0 when all that is claimed compiles, stays in the memory that was counted and
@@ -59,13 +60,14 @@ def main() -> int:
             if re.search(chosen.select, case.name):
                 rows[case.name] = _run(chip, case)
                 failed += not rows[case.name]["ok"]
-        record = {
-            "chip": chip,
-            "compiler": f"libtpu {version}",
-            "cases": len(cases),
-            "rows": [rows[case.name] for case in cases if case.name in rows],
-        }
-        path.write_text(json.dumps(record, indent=1))
+            # After each: what has been compiled is kept if the run is cut short.
+            record = {
+                "chip": chip,
+                "compiler": f"libtpu {version}",
+                "cases": len(cases),
+                "rows": [rows[case.name] for case in cases if case.name in rows],
+            }
+            path.write_text(json.dumps(record, indent=1))
     REPORT.write_text(_report(aot_cases.refused()))
     print(f"AOT: {failed} cases failed" if failed else "AOT: all cases hold on TPU")
     return 1 if failed else 0
@@ -115,8 +117,9 @@ def _wrong(case: Any, shown: Any) -> Iterator[str]:
         yield f"copies a pool {shown.pool_copies} times"
     if shown.temporary > _SMALL * case.pool_bytes:
         yield f"temporaries of {shown.temporary} bytes, pools of {case.pool_bytes}"
-    if case.in_place and shown.aliased < case.pool_bytes:
-        yield f"aliases {shown.aliased} bytes of {case.pool_bytes}"
+    # With their padding; a step also returns a page table and tokens.
+    if case.in_place and shown.aliased < 0.99 * shown.results:
+        yield f"aliases {shown.aliased} bytes of {shown.results}"
 
 
 # --- the report -----------------------------------------------------------------------
@@ -184,7 +187,7 @@ def _line(row: dict[str, Any]) -> str:
         row["name"],
         holds,
         f"{row['seconds']:.1f}",
-        f"{row['vmem'] / mib:.1f}",
+        f"{row['vmem'] / mib:.1f}" if row["budget"] else "",
         f"{row['budget'] / mib:.1f}" if row["budget"] else "",
         f"{row['temporary'] / 1024:.0f}",
         row["what"],

@@ -18,7 +18,7 @@ from benchmarks.aot_compile import Compiled, compile_for, make_mesh
 from pallas_kernels import tpu_attention, tpu_chips, tpu_pages
 
 _POOL_BYTES = 256 * tpu_chips.MIB  # about, of keys; of values as much
-_KERNELS = {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "decode": tpu_attention.paged_attention,
     "ragged": tpu_attention.ragged_paged_attention,
 }
@@ -49,6 +49,16 @@ class Case:
 
 def cases_of(chip: str) -> Iterator[Case]:
     """Yields all cases of a chip."""
+    if chip == "v6e":
+        for model in aot_models.steps(chip):
+            yield Case(
+                name=model.name,
+                what=f"{model.pool_bytes / tpu_chips.MIB:.0f}",
+                compile=model.compile,
+                pool_bytes=model.pool_bytes,
+                budget=0,
+                in_place=True,
+            )
     for ragged in (False, True):
         attention = partial(_attention, chip, ragged)
         for heads in _HEADS:
@@ -72,21 +82,11 @@ def cases_of(chip: str) -> Iterator[Case]:
     for dtype in _DTYPES:
         yield _copy(chip, (32, 8, 128), dtype)
     yield _copy(chip, (9, 3, 64), "bfloat16")
-    if chip == "v6e":
-        for model in aot_models.steps(chip):
-            yield Case(
-                name=model.name,
-                what=f"{model.pool_bytes / tpu_chips.MIB:.0f}",
-                compile=model.compile,
-                pool_bytes=model.pool_bytes,
-                budget=0,
-                in_place=True,
-            )
 
 
 def refused() -> list[tuple[str, str]]:
     """Returns (what, reason) of calls that no chip of the table can do."""
-    calls = {
+    calls: dict[str, dict[str, Any]] = {
         "float16 pages": dict(kv_dtype="float16"),
         "float64 queries": dict(q_dtype="float64"),
         "int8 pages of 12 tokens": dict(kv_dtype="int8", has_scales=True, page_size=12),

@@ -139,7 +139,7 @@ def _shape_of(x: Any, mesh: Mesh, spec: Any) -> str:
 def _is_copy_of(line: str, shapes: set[str]) -> bool:
     """Tell whether an instruction copies a whole array of one of these shapes."""
     found = re.search(r"= \(?\w+(\[[\d,]+\])\S* (copy|copy-start|transpose)\(", line)
-    return bool(found) and found.group(1) in shapes
+    return found is not None and found.group(1) in shapes
 
 
 def _vmem_of(text: str) -> int:

@@ -5,12 +5,13 @@ they are neither imported nor traced, which would cost every call time.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pagedjax._attention_call import AttentionCall
-from pallas_kernels import gpu_targets
+from pallas_kernels import gpu_targets, gpu_triton_sizes
 
 
 def usable() -> tuple[bool, str]:
@@ -24,10 +25,8 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     gpu, reason = gpu_targets.target_gpu()
     if gpu is None:
         return False, reason
-    from pallas_kernels import gpu_triton_attention
-
     shape = (call.num_pages, call.page_size, call.num_kv_heads, call.head_dim)
-    return gpu_triton_attention.supports(
+    return gpu_triton_sizes.supports(
         kv_dtype=call.kv_dtype,
         head_dim=call.head_dim,
         capability=gpu.capability,
@@ -50,7 +49,7 @@ def attend(
     from pallas_kernels import gpu_triton_attention
 
     arrays = (q, k_pages, v_pages, page_indices, seq_lens)
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=call.scale,
         window=call.window,
         soft_cap=call.soft_cap,

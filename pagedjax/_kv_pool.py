@@ -179,11 +179,12 @@ def write_kv(
     k, k_scales = _quantise(k, pool.k_pages.dtype)
     v, v_scales = _quantise(v, pool.v_pages.dtype)
     k_pages, v_pages = _store_rows(pool, k, v, rows, offsets)
-    scales = (
-        held if new is None else _scatter(held, new, rows, offsets)
-        for held, new in ((pool.k_scales, k_scales), (pool.v_scales, v_scales))
+    k_scales, v_scales = jax.tree.map(
+        lambda held, new: _scatter(held, new, rows, offsets),
+        (pool.k_scales, pool.v_scales),
+        (k_scales, v_scales),
     )
-    return KVPool(k_pages, v_pages, *scales, num_layers=pool.num_layers)
+    return KVPool(k_pages, v_pages, k_scales, v_scales, num_layers=pool.num_layers)
 
 
 def _store_rows(

@@ -12,7 +12,6 @@ Decode splits a context over programs and merges the parts by their log-sum-exp
 device. Everything Triton needs to be a power of two is padded and masked.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,89 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-_HALVES = ("float16", "bfloat16")
-# Bytes of keys and values in flight: what fits the smallest shared memory of Ampere
-# and later (99 KiB a block on sm_86) next to everything else.
-_SHARED_BYTES = 64 * 1024
-_NUM_STAGES = 2
-_QUERY_BYTES = 32 * 1024  # of a ragged block, all its query heads together
-_MOST_ROWS = 64  # of a ragged block, query heads counted
-_MIN_SPLIT_TOKENS = 256  # a split shorter than this costs more than it spreads
-
-
-@dataclasses.dataclass(frozen=True)
-class _Geometry:
-    """What a kernel is compiled for.
-
-    Attributes:
-        page_size: tokens in a page.
-        num_pages: pages of the arrays.
-        group: query heads per kv head, G.
-        padded_group: the next power of two, at least what the products want.
-        head_dim: D.
-        padded_dim: the next power of two.
-        block_tokens: keys per turn of the walk, a power of two.
-        capacity: tokens that a row of the table can name.
-        dot_dtype: what the products multiply.
-        scale: factor of the scores.
-        window: keys a token sees, or None.
-        soft_cap: cap of the scores, or None.
-    """
-
-    page_size: int
-    num_pages: int
-    group: int
-    padded_group: int
-    head_dim: int
-    padded_dim: int
-    block_tokens: int
-    capacity: int
-    dot_dtype: str
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-
-def supports(
-    *, kv_dtype: str, head_dim: int, pool_bytes: int, capability: tuple[int, int]
-) -> tuple[bool, str]:
-    """Return whether a call can be done, and the reason if it cannot.
-
-    Args:
-        kv_dtype: dtype name of the pages.
-        head_dim: D.
-        pool_bytes: size of `k_pages`.
-        capability: compute capability of the GPU.
-
-    Returns:
-        (able, reason).
-
-    Example:
-        >>> from pallas_kernels import gpu_triton_attention
-        >>> gpu_triton_attention.supports(
-        ...     kv_dtype="int8", head_dim=512, pool_bytes=1, capability=(9, 0)
-        ... )
-        (False, 'head_dim 512 is over 256, the most its blocks have room for')
-    """
-    if head_dim > 256:
-        return (
-            False,
-            f"head_dim {head_dim} is over 256, the most its blocks have room for",
-        )
-    if kv_dtype == "float8_e4m3fn" and capability < (8, 9):
-        return (
-            False,
-            "float8_e4m3fn pages need compute capability 8.9, the GPU has "
-            + ".".join(map(str, capability)),
-        )
-    if kv_dtype in ("int8", "float8_e4m3fn") and 2**31 <= pool_bytes <= 2**32:
-        # Offsets are counted in elements, and take 64 bits from 2**32 bytes on.
-        return (
-            False,
-            f"{kv_dtype} pages of {pool_bytes} bytes need offsets past 31 bits, which "
-            "it has only from 2**32 bytes on",
-        )
-    return True, ""
+from pallas_kernels import gpu_triton_sizes as sizes
 
 
 def paged_attention(
@@ -154,13 +71,13 @@ def paged_attention(
         >>> round(float(out[0, 0, 0]), 4)
         1.6667
     """
-    geometry = _plan(
+    geometry = sizes.plan(
         q, k_pages, page_indices, scale, window, soft_cap, block_tokens, k_scales
     )
     slots, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
     if num_splits is None:
-        num_splits = _num_splits(slots * kv_heads, geometry.capacity)
+        num_splits = sizes.num_splits_for(slots * kv_heads, geometry.capacity)
     call = pl.pallas_call(
         functools.partial(_decode_kernel, geometry, num_splits, k_scales is not None),
         grid=(slots, kv_heads, num_splits),
@@ -168,7 +85,7 @@ def paged_attention(
             jax.ShapeDtypeStruct((num_splits, slots, heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_splits, slots, heads), jnp.float32),
         ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=_NUM_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.NUM_STAGES),
         interpret=interpret,
         name="paged_attention_decode",
     )
@@ -226,14 +143,12 @@ def ragged_paged_attention(
         >>> [round(float(x), 4) for x in out.ravel()]
         [2.5, 1.6667, 0.0]
     """
-    geometry = _plan(
+    geometry = sizes.plan(
         q, k_pages, page_indices, scale, window, soft_cap, block_tokens, k_scales
     )
     tokens = q.shape[0]
     slots, kv_heads = page_indices.shape[0], k_pages.shape[2]
-    row_bytes = geometry.padded_dim * jnp.dtype(geometry.dot_dtype).itemsize
-    rows = min(_MOST_ROWS, _QUERY_BYTES // row_bytes) // geometry.padded_group
-    rows = max(1, rows)
+    rows = sizes.rows_of_block(geometry)
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     counts = lax.div(q_lens + (rows - 1), jnp.int32(rows))
     ends = jnp.cumsum(counts).astype(jnp.int32)
@@ -253,7 +168,7 @@ def ragged_paged_attention(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
         ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=_NUM_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.NUM_STAGES),
         interpret=interpret,
         name="ragged_paged_attention",
     )
@@ -269,11 +184,11 @@ def ragged_paged_attention(
 
 
 def _decode_kernel(
-    geometry: _Geometry, num_splits: int, has_scales: bool, *refs: Any
+    geometry: sizes.Geometry, num_splits: int, has_scales: bool, *refs: Any
 ) -> None:
     """One slot, one kv head, one part of the context."""
-    q_ref, k_ref, v_ref, table_ref, lens_ref, *refs = refs
-    scale_refs, (out_ref, lse_ref) = _split_refs(refs, has_scales)
+    q_ref, k_ref, v_ref, table_ref, lens_ref, *rest = refs
+    scale_refs, (out_ref, lse_ref) = _split_refs(rest, has_scales)
     slot, head, split = (pl.program_id(axis) for axis in range(3))
     length = jnp.minimum(plt.load(lens_ref.at[slot]), geometry.capacity)
     oldest = jnp.int32(0)
@@ -298,12 +213,12 @@ def _decode_kernel(
 
 
 def _ragged_kernel(
-    geometry: _Geometry, num_rows: int, has_scales: bool, *refs: Any
+    geometry: sizes.Geometry, num_rows: int, has_scales: bool, *refs: Any
 ) -> None:
     """Some rows of one slot, one kv head."""
-    q_ref, k_ref, v_ref, table_ref, *refs = refs
-    slot_ref, start_ref, count_ref, position_ref, *refs = refs
-    scale_refs, (out_ref, lse_ref) = _split_refs(refs, has_scales)
+    q_ref, k_ref, v_ref, table_ref, *rest = refs
+    slot_ref, start_ref, count_ref, position_ref, *rest = rest
+    scale_refs, (out_ref, lse_ref) = _split_refs(rest, has_scales)
     block, head = pl.program_id(0), pl.program_id(1)
     slot, start, count, position = (
         plt.load(ref.at[block])
@@ -336,7 +251,7 @@ class _Keys:
 
     def __init__(
         self,
-        geometry: _Geometry,
+        geometry: sizes.Geometry,
         k_ref: Any,
         v_ref: Any,
         table_ref: Any,
@@ -460,59 +375,6 @@ def _dot_weights(weights: jax.Array, values: jax.Array) -> jax.Array:
     high = weights.astype(values.dtype)
     low = (weights - high.astype(jnp.float32)).astype(values.dtype)
     return _dot(high, values) + _dot(low, values)
-
-
-# --- sizes ----------------------------------------------------------------------------
-
-
-def _plan(
-    q: jax.Array,
-    k_pages: jax.Array,
-    page_indices: jax.Array,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    block_tokens: int | None,
-    k_scales: jax.Array | None,
-) -> _Geometry:
-    """Choose the sizes of a call."""
-    num_pages, page_size, kv_heads, head_dim = k_pages.shape
-    names = {jnp.dtype(q.dtype).name}
-    if k_scales is None:
-        names.add(jnp.dtype(k_pages.dtype).name)
-    # Halves of two kinds have no common product but float32's.
-    half = len(names) == 1 and names <= set(_HALVES)
-    dot_dtype = names.pop() if half else "float32"
-    padded_dim = max(16, pl.next_power_of_2(head_dim))
-    if block_tokens is None:
-        token_bytes = 2 * padded_dim * jnp.dtype(dot_dtype).itemsize * _NUM_STAGES
-        block_tokens = min(max(_SHARED_BYTES // token_bytes, 16), 128)
-    if block_tokens & (block_tokens - 1):
-        raise ValueError(f"block_tokens must be a power of two, got {block_tokens}")
-    group = q.shape[1] // kv_heads
-    return _Geometry(
-        page_size=page_size,
-        num_pages=num_pages,
-        group=group,
-        padded_group=max(16, pl.next_power_of_2(group)),
-        head_dim=head_dim,
-        padded_dim=padded_dim,
-        block_tokens=block_tokens,
-        capacity=page_indices.shape[1] * page_size,
-        dot_dtype=dot_dtype,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
-
-
-def _num_splits(programs: int, capacity: int) -> int:
-    """Choose into how many parts a context is cut: enough for two waves of 132 cores.
-
-    From the width of the table, for the lengths are not known when compiling.
-    """
-    wanted = -(-264 // programs)
-    return max(1, min(wanted, capacity // _MIN_SPLIT_TOKENS, 32))
 
 
 def _merge_splits(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -100,7 +100,7 @@ def copy_pages(
     held = (k_pages.reshape(flat), v_pages.reshape(flat))
     size = held[0].shape[1]
     call = pl.pallas_call(
-        functools.partial(_copy_kernel, held[0].shape),
+        functools.partial(_copy_kernel, (k_pages.shape[0], size)),
         grid=(src_pages.shape[0], pl.cdiv(size, _CHUNK)),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held),
         input_output_aliases={0: 0, 1: 1},

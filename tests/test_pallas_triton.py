@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_tpu_cases import arrays_of, quantise
 
 import pagedjax as pj
-from pallas_kernels import gpu_triton_attention, gpu_triton_pages
+from pallas_kernels import gpu_triton_attention, gpu_triton_pages, gpu_triton_sizes
 
 BOTH = pytest.mark.parametrize("ragged", [False, True], ids=["decode", "ragged"])
 
@@ -215,5 +215,5 @@ def test_without_a_gpu_the_kernel_is_refused_with_the_reason() -> None:
     ],
 )
 def test_what_the_kernels_cannot_do_has_a_reason(call: dict, reason: str) -> None:
-    able, why = gpu_triton_attention.supports(**{"capability": (9, 0), **call})
+    able, why = gpu_triton_sizes.supports(**{"capability": (9, 0), **call})
     assert able == (not reason) and reason in why

@@ -82,6 +82,35 @@ def test_each_shard_is_a_rollout_of_its_own(generated):
     assert steps[2] == 0 and all(steps[i] > 0 for i in (0, 1, 3))
 
 
+def test_heads_may_be_split_over_another_axis():
+    """The pool varies with the parameters, what comes out does not. Traced only."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+
+    def one_layer(params, pool, tokens, batch, rows=None):
+        kv = tokens.astype(jnp.float32)[:, None, None] * params[None, :, None]
+        pool, out = pj.attend(pool, 0, kv, kv, kv, batch)
+        y = jax.lax.psum(jnp.sum(out, axis=(1, 2)), "tensor")
+        y = y if rows is None else y[rows]
+        return pool, y[:, None] * jnp.arange(11.0)[None, :]
+
+    model = pj.PagedModel(
+        one_layer, num_layers=1, num_kv_heads=2, head_dim=1, vocab_size=11
+    )
+
+    def run(params, prompts, lens):
+        out = pj.rollout(
+            model, params, prompts, lens, seeds=lens, max_new_tokens=NEW, num_slots=2
+        )
+        return out.tokens, out.status, out.stats.num_steps[None]
+
+    shard = PartitionSpec("data")
+    specs = (PartitionSpec("tensor"), shard, shard)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=shard)
+    arguments = (jnp.ones((4,)), *map(jnp.asarray, pad(PROMPTS)))
+    tokens, _, steps = jax.eval_shape(sharded, *arguments)
+    assert tokens.shape == (4, 1, NEW) and steps.shape == (2,)
+
+
 # --- with the toy model: one set of sizes, other numbers ----------------------------
 
 

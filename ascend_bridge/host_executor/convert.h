@@ -1,7 +1,8 @@
 // Element formats: how each becomes float32, and back. Included by kernels.cc only.
 //
 // XLA's threads run with denormals flushed to zero, so a conversion must not go
-// through a float32 denormal: the small float16 and float8 values go through integers.
+// through a float32 denormal: the small float16 and float8 values go through integers,
+// or through the processor's own conversion, which the flushing does not concern.
 #pragma once
 
 #include "simd.h"
@@ -40,6 +41,7 @@ PJ_INLINE uint16_t f32_to_f16(float f) {
   return (uint16_t)(sign | ((size - 0x38000000u + 0xfffu + odd) >> 13));
 }
 
+#if PJ_LANES == 4
 PJ_INLINE VF widen_f16(VU x) {
   const VU sign = (x & 0x8000u) << 16, size = x & 0x7fffu;
   const VU normal = (size << 13) + (112u << 23);
@@ -48,6 +50,7 @@ PJ_INLINE VF widen_f16(VU x) {
   bits = size >= 0x7c00u ? (size << 13) | 0x7f800000u : bits;
   return (VF)(bits | sign);
 }
+#endif
 
 PJ_INLINE VF widen_f8(VU x) {
   const VU sign = (x & 0x80u) << 24, size = x & 0x7fu;
@@ -74,13 +77,20 @@ struct BF16 {
 struct F16 {
   static constexpr int kBytes = 2;
   PJ_INLINE VF load_w(const char* p) {
+#if PJ_LANES == 16
+    return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif PJ_LANES == 8
+    return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
     VH x;
     memcpy(&x, p, sizeof x);
     return widen_f16(__builtin_convertvector(x, VU));
+#endif
   }
 };
 struct I8 {
   static constexpr int kBytes = 1;
+  PJ_INLINE VF widen(VU x) { return __builtin_convertvector((VI)(x << 24) >> 24, VF); }
   PJ_INLINE VF load_w(const char* p) {
     VB x;
     memcpy(&x, p, sizeof x);
@@ -89,10 +99,11 @@ struct I8 {
 };
 struct F8E4M3 {
   static constexpr int kBytes = 1;
+  PJ_INLINE VF widen(VU x) { return widen_f8(x); }
   PJ_INLINE VF load_w(const char* p) {
     VB x;
     memcpy(&x, p, sizeof x);
-    return widen_f8((VU)__builtin_convertvector(x, VI) & 0xffu);
+    return widen((VU)__builtin_convertvector(x, VI) & 0xffu);
   }
 };
 
@@ -102,6 +113,19 @@ PJ_INLINE VF load_some(const char* p, int64_t count) {
   char padded[W * 4] = {0};
   memcpy(padded, p, (size_t)(count * E::kBytes));
   return E::load_w(padded);
+}
+
+// Writes D elements, a multiple of 2 W, of a format of one byte as bfloat16.
+template <class E>
+PJ_INLINE void halve_row(const char* from, int64_t count, char* to) {
+  for (int64_t d = 0; d < count; d += 2 * W) {
+    VH pairs;
+    memcpy(&pairs, from + d, sizeof pairs);
+    const VU both = __builtin_convertvector(pairs, VU);
+    const VU even = (VU)E::widen(both & 0xffu), odd = (VU)E::widen(both >> 8);
+    const VU halves = even >> 16 | (odd & 0xffff0000u);
+    memcpy(to + d * 2, &halves, sizeof halves);
+  }
 }
 
 // Writes D elements times `factor` as float32, then zeros up to a multiple of W.

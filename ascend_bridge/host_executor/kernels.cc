@@ -2,9 +2,11 @@
 // times, each with its own flags and
 //   PJ_ISA    name of the instruction set
 //   PJ_LANES  floats in a vector: 16 (AVX-512), 8 (AVX2) or 4 (SSE2, NEON)
+//   PJ_AMX    whether there are also tiles for bfloat16 products (Intel AMX)
 //
 // span_kernel.h: one query, many keys; bound by memory.
 // tile_kernel.h: many queries, many keys, one kv head; bound by arithmetic.
+// tile_amx.h:    the same by AMX.
 //
 // Softmax over blocks: https://arxiv.org/abs/1805.02867; attention by tiles:
 // https://arxiv.org/abs/2205.14135.
@@ -12,7 +14,12 @@
 #include "convert.h"
 #include "simd.h"
 #include "span_kernel.h"
+#ifdef PJ_AMX
+#include "span_amx.h"
+#include "tile_amx.h"
+#else
 #include "tile_kernel.h"
+#endif
 
 #define PJ_JOIN_(a, b) a##b
 #define PJ_JOIN(a, b) PJ_JOIN_(a, b)
@@ -50,6 +57,12 @@ void merge(const Problem& p, int64_t token, const Part* parts, int64_t num_parts
 namespace pagedjax {
 extern const Kernels PJ_JOIN(kernels_, PJ_ISA);
 const Kernels PJ_JOIN(kernels_, PJ_ISA) = {
-    PJ_TEXT(PJ_ISA), span_scratch, span, tile_scratch, tile, merge,
+    PJ_TEXT(PJ_ISA),
+#ifdef PJ_AMX
+    amx_span_scratch, amx_span,
+#else
+    span_scratch, span,
+#endif
+    tile_scratch, tile, merge,
 };
 }  // namespace pagedjax

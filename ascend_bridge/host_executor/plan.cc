@@ -2,7 +2,8 @@
 //
 //   slots with one query     -> span tasks: (query, kv heads, split of the keys), and
 //                               tile tasks for leading pages that several queries share
-//   slots with more queries  -> tile tasks: (some queries, kv head), all their keys
+//   slots with more queries  -> tile tasks: (some queries, kv head), all their keys, or
+//                               split where few queries see many keys
 //
 // The cut depends on shapes, lengths and page ids only, never on the number of threads,
 // and the parts of a query are merged in a fixed order by whoever finishes last: results
@@ -24,8 +25,10 @@ constexpr int64_t kMinSplit = 64;              // tokens
 constexpr int64_t kMaxSplit = 256;             // tokens
 constexpr int64_t kHeadBytes = 4096;           // of one token, read by a span task
 constexpr int64_t kTileQueries = 192;          // query rows times heads of a tile task
+constexpr int64_t kMaxTileQueries = 512;
 constexpr int64_t kSharedTokens = 1024;        // keys of a tile task over shared pages
 constexpr int64_t kMinShared = 256;            // tokens that sharing must save
+constexpr int64_t kMaxTileSplits = 8;          // of the keys of few queries
 constexpr int64_t kRunsPerWorker = 8;          // runs of span tasks: small against idling
 constexpr int64_t kMaxRun = 8;                 // span tasks in a run
 constexpr int64_t kAloneWork = 256 * 1024;     // bytes not worth waking a thread for
@@ -67,13 +70,15 @@ struct Plan {
   std::vector<int64_t> num_parts;    // per row
   std::vector<int64_t> num_tasks;    // per row: tasks that write one of its parts
   std::vector<Span> spans;
-  std::vector<Tile> tiles;           // the shared ones, then the finishing ones
+  std::vector<Tile> tiles;           // of both kinds
   std::vector<TileRow> tile_rows;
   std::vector<int64_t> tile_row_of;  // row of each tile row, -1 in a finishing task
   std::vector<int64_t> tile_part_of;
   std::vector<int64_t> empty;        // tokens without a visible key
   int64_t work = 0;                  // bytes, roughly
 };
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 int64_t head_bytes(const Problem& p) { return p.head_dim * dtype_bytes(p.kv_dtype); }
 
@@ -84,10 +89,24 @@ bool pages_exist(const Problem& p, const int32_t* pages, int64_t low, int64_t hi
   return true;
 }
 
+// A slot with several queries.
+struct Several {
+  const int32_t* pages;
+  int64_t first_token, queries, length;
+};
+
+// The keys that a query sees: those before `high`, at most `window` of them.
+int64_t lowest(const Problem& p, int64_t high) {
+  return p.window > 0 ? std::max<int64_t>(0, high - p.window) : 0;
+}
+
 // The queries of a slot as tile tasks that finish them.
 void plan_tiles(const Problem& p, const int32_t* pages, int64_t first_token, int64_t queries,
                 int64_t length, Plan& plan) {
-  const int64_t step = std::max<int64_t>(1, kTileQueries / p.group());
+  // Keys are packed once a task: few tasks, but enough to share out.
+  const int64_t tasks = std::max<int64_t>(4, 16 / p.num_kv_heads);
+  const int64_t some = std::clamp(queries * p.group() / tasks, kTileQueries, kMaxTileQueries);
+  const int64_t step = std::max<int64_t>(1, round_up(some, 32) / p.group());
   for (int64_t end = queries; end > 0; end -= step) {  // the longest first
     const int64_t begin = std::max<int64_t>(0, end - step);
     const int64_t at = plan.tile_rows.size();
@@ -96,7 +115,7 @@ void plan_tiles(const Problem& p, const int32_t* pages, int64_t first_token, int
       TileRow row = {};
       row.token = first_token + i;
       row.high = std::max<int64_t>(0, length - queries + i + 1);
-      row.low = p.window > 0 ? std::max<int64_t>(0, row.high - p.window) : 0;
+      row.low = lowest(p, row.high);
       low = std::min(low, row.low);
       high = std::max(high, row.high);
       plan.tile_rows.push_back(row);
@@ -111,23 +130,24 @@ void plan_tiles(const Problem& p, const int32_t* pages, int64_t first_token, int
   }
 }
 
-// A run of shared pages as tile tasks that write parts of its rows.
-void plan_shared(const Problem& p, const SharedRun& run, Plan& plan) {
+// The keys [begin, end) of rows with the same pages as tile tasks that write parts.
+void plan_parts(const Problem& p, const std::vector<int64_t>& rows, int64_t begin, int64_t end,
+                int64_t split, Plan& plan) {
   const int64_t step = std::max<int64_t>(1, kTileQueries / p.group());
-  const int64_t count = run.rows.size(), end = run.end * p.page_size;
-  for (int64_t t = run.begin * p.page_size; t < end; t += kSharedTokens) {
-    const int64_t stop = std::min(end, t + kSharedTokens);
-    for (int64_t begin = 0; begin < count; begin += step) {
-      const int64_t size = std::min(step, count - begin), at = plan.tile_rows.size();
-      for (int64_t i = begin; i < begin + size; ++i) {
-        const int64_t row = run.rows[i];
-        plan.tile_rows.push_back({plan.rows[row].token, t, stop, {}});
-        plan.tile_row_of.push_back(row);
-        plan.tile_part_of.push_back(plan.num_parts[row]++);
-        plan.num_tasks[row] += p.num_kv_heads;
+  const int64_t count = rows.size();
+  const int32_t* pages = plan.rows[rows[0]].pages;
+  for (int64_t t = begin; t < end; t += split) {
+    const int64_t stop = std::min(end, t + split);
+    for (int64_t first = 0; first < count; first += step) {
+      const int64_t size = std::min(step, count - first), at = plan.tile_rows.size();
+      for (int64_t i = first; i < first + size; ++i) {
+        const QueryRow& row = plan.rows[rows[i]];
+        plan.tile_rows.push_back({row.token, row.low, row.high, {}});
+        plan.tile_row_of.push_back(rows[i]);
+        plan.tile_part_of.push_back(plan.num_parts[rows[i]]++);
+        plan.num_tasks[rows[i]] += p.num_kv_heads;
       }
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        const int32_t* pages = plan.rows[run.rows[0]].pages;
         plan.tiles.push_back({at, {pages, t, stop, head, nullptr, size, false}});
       }
     }
@@ -159,8 +179,24 @@ void plan_spans(const Problem& p, int64_t row, int64_t begin, int64_t end, Plan&
   plan.work += (end - begin) * 2 * p.num_kv_heads * head_bytes(p);
 }
 
+// Adds the queries of a slot as rows, and their keys as tile tasks in splits.
+void plan_split(const Problem& p, const Several& slot, Plan& plan) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < slot.queries; ++i) {
+    const int64_t high = std::max<int64_t>(0, slot.length - slot.queries + i + 1);
+    rows.push_back(plan.rows.size());
+    plan.rows.push_back({slot.first_token + i, slot.pages, lowest(p, high), high});
+    plan.num_parts.push_back(0);
+    plan.num_tasks.push_back(0);
+  }
+  const int64_t begin = plan.rows[rows[0]].low, keys = slot.length - begin;
+  const int64_t split = std::max(kSharedTokens, round_up(keys / kMaxTileSplits, kMinSplit));
+  plan_parts(p, rows, begin, slot.length, split, plan);
+}
+
 Plan make_plan(const Problem& p) {
   Plan plan;
+  std::vector<Several> splits;
   const auto add_empty = [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) plan.empty.push_back(t);
   };
@@ -176,9 +212,12 @@ Plan make_plan(const Problem& p) {
     const int64_t length =
         std::clamp<int64_t>(p.seq_lens[s], 0, p.pages_per_slot * p.page_size);
     const int64_t oldest = std::max<int64_t>(0, length - queries + 1);  // sight of query 0
-    const int64_t low = p.window > 0 ? std::max<int64_t>(0, oldest - p.window) : 0;
+    const int64_t low = lowest(p, oldest);
     if (length == 0 || !pages_exist(p, pages, low, length)) {
       add_empty(first, first + queries);
+    } else if (queries > 1 && queries * p.group() <= kTileQueries &&
+               length - low >= 2 * kSharedTokens) {
+      splits.push_back({pages, first, queries, length});
     } else if (queries > 1) {
       plan_tiles(p, pages, first, queries, length, plan);
     } else {
@@ -198,12 +237,13 @@ Plan make_plan(const Problem& p) {
         if (reached[row] < begin) plan_spans(p, row, reached[row], begin, plan);
         reached[row] = end;
       }
-      plan_shared(p, run, plan);
+      plan_parts(p, run.rows, begin, end, kSharedTokens, plan);
     }
   }
-  for (size_t i = 0; i < plan.rows.size(); ++i) {
+  for (size_t i = 0; i < reached.size(); ++i) {
     plan_spans(p, i, reached[i], plan.rows[i].high, plan);
   }
+  for (const Several& slot : splits) plan_split(p, slot, plan);
   return plan;
 }
 

@@ -63,7 +63,8 @@ PJ_INLINE void store(float* p, VF v) { memcpy(p, &v, sizeof v); }
 // a > b ? a : b, NaN in either giving b; x86 has it as one instruction.
 PJ_INLINE VF vmax(VF a, VF b) {
 #if PJ_LANES == 16
-  return (VF)_mm512_max_ps((__m512)a, (__m512)b);
+  // All lanes; GCC 12 takes the undefined source of the plain form for a use of it.
+  return (VF)_mm512_maskz_max_ps((__mmask16)-1, (__m512)a, (__m512)b);
 #elif PJ_LANES == 8
   return (VF)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__SSE2__)
@@ -202,11 +203,16 @@ PJ_INLINE VF sum_modulo(VF v) {
 
 constexpr float kLowest = -__builtin_inff();
 
-// exp(x) for x <= 0 to 2 ulp; exactly 0 below -87.3, -inf included; NaN stays NaN. The reduction and
-// the coefficients are those of expf in Cephes (https://www.netlib.org/cephes/).
+// exp(x) for x <= 0 to 2 ulp; exactly 0 below -87.3, -inf included; NaN stays NaN. The
+// reduction and the coefficients are those of expf in Cephes
+// (https://www.netlib.org/cephes/).
 PJ_INLINE VF exp_negative(VF x) {
   const VF shifter = splat(12582912.0f);  // 1.5 * 2^23: rounds to a whole number
+#if PJ_LANES == 16
+  const VF clamped = x;  // what is below becomes 0 by a mask
+#else
   const VF clamped = vmax(splat(-87.3f), x);
+#endif
   const VF shifted = clamped * splat(1.44269504f) + shifter;
   const VF n = shifted - shifter;
   const VF r = (clamped - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
@@ -216,8 +222,14 @@ PJ_INLINE VF exp_negative(VF x) {
   p = p * r + splat(1.6666665459e-1f);
   p = p * r + splat(5.0000001201e-1f);
   p = (p * r) * r + r + splat(1.0f);
+#if PJ_LANES == 16
+  const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, (__m512)splat(-87.3f), _CMP_NLT_UQ);
+  // p * 2^n; NaN stays NaN.
+  return (VF)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
+#else
   const VI bits = (VI)p + ((VI)shifted << 23);
   return x < splat(-87.3f) ? zero() : (x == x ? (VF)bits : x);
+#endif
 }
 
 // tanh(x) to 3 ulp: a series near 0, where the quotient would lose digits.

@@ -20,11 +20,11 @@ PJ_INLINE float query_factor(const Problem& p) {
   return p.soft_cap > 0 ? p.scale / p.soft_cap : p.scale;
 }
 
-// float32 copy of query head `head` of `token`, times the factor, zero-padded to W.
-PJ_INLINE void load_query(const Problem& p, int64_t token, int64_t head, float* to) {
+// float32 copy of query head `head` of `token`, times `factor`, zero-padded to W.
+PJ_INLINE void load_query(const Problem& p, int64_t token, int64_t head, float factor,
+                          float* to) {
   const int64_t at = (token * p.num_heads + head) * p.head_dim;
   const char* q = (const char*)p.q + at * dtype_bytes(p.q_dtype);
-  const float factor = query_factor(p);
   if (p.q_dtype == DType::kF32) {
     widen_row<F32>(q, factor, p.head_dim, to);
   } else if (p.q_dtype == DType::kBF16) {

@@ -10,6 +10,7 @@
 //                  ...                              ->  out[query head] += p * value
 #pragma once
 
+#include "ahead.h"
 #include "softmax.h"
 
 namespace {
@@ -31,6 +32,11 @@ struct F32Steps {
   static constexpr int kBytes = 4;
   PJ_INLINE void load_step(const char* p, VF* to) { to[0] = load((const float*)p); }
 };
+struct F16Steps {
+  static constexpr int kVectors = 1;
+  static constexpr int kBytes = 2;
+  PJ_INLINE void load_step(const char* p, VF* to) { to[0] = F16::load_w(p); }
+};
 // bfloat16 in pairs: the even elements are the low halves of 32-bit words, the odd ones
 // the high halves; that is one shift or one mask a vector, and no permutation.
 struct BF16Steps {
@@ -47,36 +53,6 @@ struct BF16Steps {
 struct HeadState {
   VF max;  // running maximum; lane i belongs to query head i % heads of the chunk
   VF sum;  // per lane; added up at the end
-};
-
-// The lines of the next block in the order of memory, asked for one at a time between
-// multiplications: a burst of prefetches would fill the line buffers and stall.
-struct Ahead {
-  const char* pages;
-  const int64_t* rows;  // pool rows still to come
-  int64_t left;         // their number
-  int64_t row_bytes, offset, bytes;  // of a row: its stride, and the part that is read
-  const char* at;
-  const char* stop;
-
-  template <int Lines>
-  PJ_INLINE void ask(Ahead* a) {
-    if (a->stop - a->at >= Lines * 64) {
-      PJ_UNROLL for (int i = 0; i < Lines; ++i) __builtin_prefetch(a->at + i * 64, 0, 2);
-      a->at += Lines * 64;
-      return;
-    }
-    for (int i = 0; i < Lines; ++i) {
-      if (a->at >= a->stop) {
-        if (a->left == 0) return;
-        a->at = a->pages + *a->rows++ * a->row_bytes + a->offset;
-        a->stop = a->at + a->bytes;
-        --a->left;
-      }
-      __builtin_prefetch(a->at, 0, 2);
-      a->at += 64;
-    }
-  }
 };
 
 struct Block {
@@ -127,17 +103,18 @@ PJ_INLINE void span_scores(const Block& block, const float* q, int64_t dim, int6
   *block.next_keys = ahead;
 }
 
-// Turns the scores into weights in place, updates the running state, and returns the
-// factor by which what was summed so far shrinks.
+// Turns the scores, times the factor, into weights in place, updates the running state,
+// and returns the factor by which what was summed so far shrinks.
 template <int Heads>
-PJ_INLINE VF span_weights(const Problem& p, int64_t count, float* scores, HeadState* state) {
+PJ_INLINE VF span_weights(const Problem& p, int64_t count, float factor, float* scores,
+                          HeadState* state) {
   constexpr int kPadded = padded_heads(Heads);
   const int64_t live = count * kPadded;
   // Two chains: one would wait for the latency of every maximum and every sum.
   VF tops[2] = {splat(kLowest), splat(kLowest)};
   for (int64_t i = 0; i < live; i += 2 * W) {
     PJ_UNROLL for (int j = 0; j < 2; ++j) {
-      VF s = load(scores + i + j * W);
+      VF s = load(scores + i + j * W) * splat(factor);
       if (p.soft_cap > 0) s = splat(p.soft_cap) * tanh_all(s);
       if (i + 2 * W > live) {
         s = iota() < VI{} + (int32_t)(live - i - j * W) ? s : splat(kLowest);
@@ -227,7 +204,7 @@ static void span_block(const Problem& p, const Block& block, const float* q, int
   alignas(64) float scores[kMaxBlock * kGroup];
   alignas(64) float shrink[W];
   span_scores<E, Heads>(block, q, dim, stride, scores);
-  store(shrink, span_weights<Heads>(p, block.count, scores, state));
+  store(shrink, span_weights<Heads>(p, block.count, query_factor(p), scores, state));
   span_values<E, Heads>(block, scores, shrink, dim, stride, out);
 }
 
@@ -259,12 +236,13 @@ PJ_INLINE void unpack_state(const HeadState& state, float* max, float* sum) {
   }
 }
 
-enum class Path { kF32, kBF16, kWiden };
+enum class Path { kF32, kBF16, kF16, kWiden };
 
 // The direct paths need whole steps; everything else is widened to float32 first.
 PJ_INLINE Path span_path(const Problem& p) {
   if (p.kv_dtype == DType::kF32 && p.head_dim % W == 0) return Path::kF32;
   if (p.kv_dtype == DType::kBF16 && p.head_dim % (2 * W) == 0) return Path::kBF16;
+  if (p.kv_dtype == DType::kF16 && p.head_dim % W == 0) return Path::kF16;
   return Path::kWiden;
 }
 
@@ -313,7 +291,7 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
     states[i].sum = zero();
   }
   for (int64_t i = 0; i < heads * group; ++i) {
-    load_query(p, task.token, first_head + i, q + i * stride);
+    load_query(p, task.token, first_head + i, 1.0f, q + i * stride);
     if (path == Path::kBF16) split_pairs(q + i * stride, dim);
   }
   memset(out, 0, (size_t)(heads * group * stride * 4));
@@ -372,6 +350,8 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
         HeadState* state = states + h * chunks + c;
         if (path == Path::kBF16) {
           span_block_any<BF16Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
+        } else if (path == Path::kF16) {
+          span_block_any<F16Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
         } else {
           span_block_any<F32Steps>(chunk, p, block, chunk_q, stride, stride, state, chunk_out);
         }

@@ -61,12 +61,20 @@ PJ_INLINE TileBuffers tile_buffers(const Problem& p, int64_t rows, void* scratch
   return b;
 }
 
+// Whether some value of a row is infinite or NaN.
+PJ_INLINE bool has_odd_values(const float* row, int64_t stride) {
+  VF odd = zero();
+  for (int64_t d = 0; d < stride; d += W) odd += load(row + d) * splat(0.0f);
+  return !(sum_modulo<1>(odd)[0] == 0.0f);
+}
+
 // Packs the keys of `count` tokens transposed and the values as rows; zeros after them.
-PJ_INLINE void tile_pack(const Problem& p, const TileTask& task, int64_t begin, int64_t count,
-                         float* staging, const TileBuffers& b) {
+// A token with values that are not finite gets zeros too and is returned, a bit each: 0
+// times such a value is not 0, and there are queries that may not see it.
+PJ_INLINE uint64_t tile_pack(const Problem& p, const TileTask& task, const int64_t* rows,
+                             int64_t count, float* staging, const TileBuffers& b) {
   const int64_t stride = round_up(p.head_dim, W);
-  int64_t rows[kTileKeys];
-  find_rows(task.pages, p.page_size, begin, count, rows);
+  uint64_t taken_out = 0;
   for (int64_t t = 0; t < kTileKeys; t += W) {
     for (int64_t i = 0; i < W; ++i) {
       float* value = b.values + (t + i) * stride;
@@ -75,6 +83,9 @@ PJ_INLINE void tile_pack(const Problem& p, const TileTask& task, int64_t begin, 
         const int64_t at = rows[t + i] * p.num_kv_heads + task.head;
         widen_kv(p.kv_dtype, p.v_pages, p.v_scales, at, p.head_dim, value);
         widen_kv(p.kv_dtype, p.k_pages, p.k_scales, at, p.head_dim, key);
+        if (!has_odd_values(value, stride)) continue;
+        taken_out |= (uint64_t)1 << (t + i);
+        memset(value, 0, (size_t)(stride * 4));
       } else {
         memset(value, 0, (size_t)(stride * 4));
         memset(key, 0, (size_t)(stride * 4));
@@ -86,6 +97,20 @@ PJ_INLINE void tile_pack(const Problem& p, const TileTask& task, int64_t begin, 
       transpose(square);
       PJ_UNROLL for (int i = 0; i < W; ++i) store(b.keys + (d + i) * kTileKeys + t, square[i]);
     }
+  }
+  return taken_out;
+}
+
+// Adds the values that were taken out to the row of a query that sees them.
+PJ_INLINE void tile_put_back(const Problem& p, uint64_t tokens, const int64_t* rows,
+                             int64_t head, int64_t low, int64_t high, const float* weights,
+                             float* value, float* out) {
+  for (; tokens != 0; tokens &= tokens - 1) {
+    const int64_t t = __builtin_ctzll(tokens);
+    if (t < low || t >= high) continue;
+    const int64_t at = rows[t] * p.num_kv_heads + head;
+    widen_kv(p.kv_dtype, p.v_pages, p.v_scales, at, p.head_dim, value);
+    for (int64_t d = 0; d < p.head_dim; ++d) out[d] += weights[t] * value[d];
   }
 }
 
@@ -178,11 +203,14 @@ void tile(const Problem& p, const TileTask& task, void* scratch) {
     b.max[r] = kLowest;
     b.sum[r] = 0.0f;
     if (r >= live) continue;
-    load_query(p, task.rows[r / group].token, task.head * group + r % group, b.q + r * stride);
+    load_query(p, task.rows[r / group].token, task.head * group + r % group, query_factor(p),
+               b.q + r * stride);
   }
   for (int64_t t = task.begin; t < task.end; t += kTileKeys) {
     const int64_t count = task.end - t < kTileKeys ? task.end - t : kTileKeys;
-    tile_pack(p, task, t, count, staging, b);
+    int64_t places[kTileKeys];
+    find_rows(task.pages, p.page_size, t, count, places);
+    const uint64_t taken_out = tile_pack(p, task, places, count, staging, b);
     for (int64_t r = 0; r < padded; r += kTileRows) {
       int64_t low[kTileRows], high[kTileRows], last = 0;
       bool seen = false;
@@ -203,6 +231,10 @@ void tile(const Problem& p, const TileTask& task, void* scratch) {
                                  b.max + r + i, b.sum + r + i);
       }
       tile_values(b.weights, last, b.values, stride, shrink, b.out + r * stride);
+      for (int64_t i = 0; taken_out != 0 && i < kTileRows; ++i) {
+        tile_put_back(p, taken_out, places, task.head, low[i], high[i],
+                      b.weights + i * kTileKeys, staging, b.out + (r + i) * stride);
+      }
     }
   }
   for (int64_t r = 0; r < live; ++r) {

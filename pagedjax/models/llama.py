@@ -273,8 +273,8 @@ class Llama(nnx.Module):
             >>> mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
             >>> llama = Llama(config, rngs=nnx.Rngs(0))
             >>> model, params, specs = llama.sharded(mesh)
-            >>> specs["out"][0]
-            PartitionSpec(None, 'tensor')
+            >>> tuple(specs["out"][0])
+            (None, 'tensor')
         """
         if tensor_axis not in mesh.shape:
             raise ValueError(

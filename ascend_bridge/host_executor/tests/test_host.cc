@@ -336,6 +336,62 @@ void test_shared_prefixes() {
          "the inner run");
 }
 
+// Few queries over many keys: the keys are split, the parts merged.
+void test_few_queries_over_many_keys() {
+  for (int64_t window : {0, 2200}) {
+    Options o;
+    o.heads = 6;
+    o.kv_heads = 2;
+    o.dim = 32;
+    o.page_size = 16;
+    o.lens = {2700, 40, 2100};
+    o.q_lens = {3, 5, 1};
+    o.window = window;
+    test_case(o);
+  }
+}
+
+// A value that is not finite reaches the queries that see it, and no other.
+void test_odd_values_stay_where_they_are_seen() {
+  const float odd[] = {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF};
+  int count = 0;
+  const Kernels* const* all = all_kernels(&count);
+  for (int round = 0; round < 4; ++round) {
+    Options o;
+    o.dim = 32;
+    o.lens = {90};
+    o.q_lens = {50};
+    o.window = round == 3 ? 20 : 0;
+    const Case c(o);
+    const int64_t token = 61, page = c.table[token / o.page_size];
+    const int64_t row = page * o.page_size + token % o.page_size;
+    Case bad = c;
+    float* values = reinterpret_cast<float*>(round == 2 ? bad.k.data() : bad.v.data());
+    values[(row * o.kv_heads + 1) * o.dim + 3] = odd[round == 1];
+    for (int i = 0; i < count; ++i) {
+      Threads threads;
+      run_attention(c.problem(), threads.executor(1), *all[i]);
+      run_attention(bad.problem(), threads.executor(1), *all[i]);
+      const float* want = reinterpret_cast<const float*>(c.out.data());
+      const float* got = reinterpret_cast<const float*>(bad.out.data());
+      for (int64_t t = 0; t < 50; ++t) {
+        const int64_t position = 40 + t;
+        const bool sees = position >= token && (o.window == 0 || position < token + o.window);
+        for (int64_t h = 0; h < o.heads; ++h) {
+          bool same = true, finite = true;
+          for (int64_t d = (t * o.heads + h) * o.dim; d < (t * o.heads + h + 1) * o.dim; ++d) {
+            same = same && got[d] == want[d];
+            finite = finite && std::isfinite(got[d]);
+          }
+          const bool fine = sees && h >= 2 ? !finite : same;
+          expect(fine, std::string(all[i]->name) + ": a value that is not finite, round " +
+                           std::to_string(round) + " query " + std::to_string(t));
+        }
+      }
+    }
+  }
+}
+
 void test_thread_counts_give_the_same_bits() {
   for (bool ragged : {false, true}) {
     Options o;
@@ -343,9 +399,9 @@ void test_thread_counts_give_the_same_bits() {
     o.kv_heads = 2;
     o.dim = 64;
     o.page_size = 16;
-    o.lens = {1500, 700, 3, 1500};
+    o.lens = {1500, 700, 3, 1500, 2500};
     o.shared_pages = 40;
-    if (ragged) o.q_lens = {300, 1, 3, 1};
+    if (ragged) o.q_lens = {300, 1, 3, 1, 4};
     const Case c(o);
     std::vector<char> first;
     for (int64_t count : {1, 2, 3, 8}) {
@@ -425,6 +481,8 @@ int main() {
   for (int i = 0; i < count; ++i) std::printf("kernels: %s\n", all[i]->name);
   test_against_the_loop();
   test_shared_prefixes();
+  test_few_queries_over_many_keys();
+  test_odd_values_stay_where_they_are_seen();
   test_thread_counts_give_the_same_bits();
   test_late_helpers();
   test_bad_input();
