@@ -73,7 +73,8 @@ unit: $(VENV)/.dev
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m '$(SELECT)' tests
 
 doctest: $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax ascend_bridge/host.py \
+	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax pallas_kernels \
+	  ascend_bridge/host.py ascend_bridge/_memory.py \
 	  --doctest-glob=README.md README.md
 
 # The host executor's C++ tests, without XLA: plain, under the sanitizers, and for

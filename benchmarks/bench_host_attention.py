@@ -42,7 +42,7 @@ def main() -> Iterable[Case]:
     read = make_roofline(READ_BYTES)
     for dtype in ("float32", "bfloat16"):
         for heads in (LARGE, SMALL, WIDE):
-            for context, page_size in ((1024, 16), (4096, 16), (4096, 64), (16384, 16)):
+            for context, page_size in ((1024, 16), (4096, 16), (16384, 16), (4096, 64)):
                 yield against_memory(read, dtype, heads, context, page_size)
         yield against_memory(read, dtype, LARGE, 32768, 16, slots=1)
     yield against_memory(read, "float32", LARGE, 4096, 16, large_pages=False)
@@ -66,36 +66,40 @@ def make_arrays(
     dtype: str = "float32",
     page_size: int = 16,
     shared: int = 0,
+    num_pages: int = 0,
 ) -> Arrays:
-    """Makes queries and a pool in which slots own shuffled pages, some shared.
-
-    The pages repeat a few that are drawn: drawing all would take longer than the case.
-    """
-    num_heads, num_kv_heads, head_dim = heads
+    """Makes queries and a pool in which slots own shuffled pages, some shared."""
+    num_heads, _, head_dim = heads
     width, common = -(-context // page_size), shared // page_size
     own = slots * (width - common)
-    ids = np.random.default_rng(0).permutation(common + own).astype(np.int32)
+    num_pages = num_pages or common + own
+    ids = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
     table = np.empty((slots, width), np.int32)
     table[:, :common] = ids[:common]
-    table[:, common:] = ids[common:].reshape(slots, -1)
-    quantised = jnp.dtype(dtype).itemsize == 1
-    keys = jax.random.split(jax.random.key(0), 3)
-    page = (page_size, num_kv_heads, head_dim)
-
-    def pages(key: jax.Array) -> jax.Array:
-        drawn = jax.random.normal(key, (64, *page))
-        drawn = jnp.round(drawn * 30) if quantised else drawn
-        repeats = -(-(common + own) // 64)
-        return jnp.tile(drawn.astype(dtype), (repeats, 1, 1, 1))[: common + own]
-
-    q_dtype = "bfloat16" if quantised else dtype
+    table[:, common:] = ids[common : common + own].reshape(slots, -1)
+    key = jax.random.key(1)
+    q_dtype = "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
     return (
-        jax.random.normal(keys[0], (slots, num_heads, head_dim), q_dtype),
-        pages(keys[1]),
-        pages(keys[2]),
+        jax.random.normal(key, (slots, num_heads, head_dim), q_dtype),
+        *make_pool(num_pages, (page_size, *heads[1:]), dtype),
         jnp.asarray(table),
         jnp.full((slots,), context, jnp.int32),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def make_pool(num_pages: int, page: tuple[int, ...], dtype: str) -> Arrays:
+    """Makes keys and values; pages repeat a few, as drawing all would take long."""
+
+    def pages(key: jax.Array) -> jax.Array:
+        drawn = jax.random.normal(key, (64, *page))
+        if jnp.dtype(dtype).itemsize == 1:
+            drawn = jnp.round(drawn * 30)
+        whole = jnp.tile(drawn.astype(dtype), (-(-num_pages // 64), 1, 1, 1))
+        return whole[:num_pages]
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    return pages(keys[0]), pages(keys[1])
 
 
 def against_memory(
@@ -110,7 +114,8 @@ def against_memory(
     """Times decode and a plain read in turn."""
     token = 2 * heads[1] * heads[2] * jnp.dtype(dtype).itemsize
     slots = slots or max(1, POOL_BYTES // (context * token))
-    arrays = make_arrays(slots, context, heads, dtype, page_size)
+    num_pages = POOL_BYTES // (page_size * token)
+    arrays = make_arrays(slots, context, heads, dtype, page_size, num_pages=num_pages)
     moved = host.use_large_pages(*arrays[1:3]) if large_pages else 0
     attend = host.paged_attention
     if jnp.dtype(dtype).itemsize == 1:
@@ -118,7 +123,7 @@ def against_memory(
         attend = functools.partial(attend, k_scales=scales, v_scales=scales)
         token += 2 * heads[1] * scales.dtype.itemsize
     run = blocking(attend, arrays)
-    seconds = interleave({"host": run, "read": read})
+    seconds = interleave({"host": run, "read": read}, repeats=5)
     useful = slots * context * token
     share = median_ratio(seconds["read"], seconds["host"]) * useful / READ_BYTES
     suffix = "" if large_pages else "_small_pages"

@@ -276,6 +276,10 @@ def evict_prefixes(
 def count_evictable(index: PrefixIndex, table: PageTable) -> jax.Array:
     """Counts the pages that only the index owns, int32[].
 
+    Args:
+      index: the index.
+      table: the page table.
+
     Example:
       >>> import pagedjax as pj
       >>> table = pj.init_page_table(
@@ -292,6 +296,10 @@ def prefix_pins(index: PrefixIndex, table: PageTable) -> jax.Array:
     """Counts the index's ownership of each page, int32[N], for `check_integrity`.
 
     Reads every page, unlike the rest.
+
+    Args:
+      index: the index.
+      table: the page table.
 
     Example:
       >>> import pagedjax as pj

@@ -100,8 +100,10 @@ def test_slots_in_turn_and_together(together: bool) -> None:
     call = describe_call(
         *args, None, scale=None, window=5, soft_cap=None, k_scales=None, v_scales=None
     )
+    q, k_pages, v_pages, *rest = args
+    stored = ((k_pages, None), (v_pages, None))
     one_each = _attention_xla.attend_one_row_each
-    out, lse = jax.jit(partial(one_each, call, together=together))(*args)
+    out, lse = jax.jit(partial(one_each, call, together=together))(q, *stored, *rest)
     assert_matches_oracle(arrays, np.asarray(out), np.asarray(lse), window=5)
 
 
