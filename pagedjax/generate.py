@@ -451,8 +451,9 @@ def _check_arguments(
     seeds = np.arange(batch, dtype=np.int32) if seeds is None else seeds
     seeds = ops.as_int32("seeds", seeds, (batch,))
     key = jax.random.key(0) if key is None else key
-    ids = list(eos_ids) or np.zeros((0,), np.int32)
-    ends = ops.as_int32("eos_ids", ids, (None,))
+    # No token is -1. Not an array of no elements: jaxlib 0.11.2 on CPU crashes when it
+    # compiles one under `shard_map`.
+    ends = ops.as_int32("eos_ids", list(eos_ids) or [-1], (None,))
     longest = length + max_new_tokens
     longest = longest if limit is None else min(longest, max(limit, length))
     if num_pages is None:

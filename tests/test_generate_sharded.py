@@ -106,3 +106,24 @@ def test_sharded_over_prompts_and_heads():
     specs["layers"] = [heads] * LAYERS
     got, _ = generate_sharded(mesh, model, specs, **SAMPLES)
     same(got, generate(MODEL, PARAMS, *arguments(), **SAMPLES))
+
+
+@pytest.mark.core
+def test_sharded_without_end_tokens() -> None:
+    """An empty array among the constants crashes the compiler of jaxlib 0.11.2."""
+
+    def count(params, pool, tokens, batch, rows):
+        tokens = tokens if rows is None else tokens[rows]
+        return pool, jax.nn.one_hot(tokens + 1, 100)
+
+    model = pj.PagedModel(
+        count, num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=100
+    )
+
+    def local(prompts):
+        return pj.generate(model, None, prompts, max_new_tokens=3, page_size=4).tokens
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    run = jax.shard_map(local, mesh=mesh, in_specs=Spec("data"), out_specs=Spec("data"))
+    out = jax.jit(run)(jnp.arange(4)[:, None])
+    assert out[:, 0].tolist() == [[i + 1, i + 2, i + 3] for i in range(4)]
