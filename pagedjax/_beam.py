@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax import _options as options
 from pagedjax import _page_ops as ops
 
 
@@ -77,12 +78,13 @@ def init_beam_rule(
       ValueError: `num_beams` is below 1, or `length_penalty` is not finite.
     """
     num_beams = ops.as_size("num_beams", num_beams)
+    length_penalty = options.as_number("length_penalty", length_penalty)
     is_traced = isinstance(length_penalty, jax.core.Tracer)
     if not is_traced and not abs(float(length_penalty)) < float("inf"):
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
     return BeamRule(
         length_penalty=jnp.asarray(length_penalty, jnp.float32),
-        early_stopping=jnp.asarray(early_stopping, bool),
+        early_stopping=options.as_flag("early_stopping", early_stopping),
         num_beams=num_beams,
     )
 

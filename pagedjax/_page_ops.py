@@ -200,7 +200,7 @@ def as_size(name: str, value: Any, low: int = 1) -> int:
       ValueError: it is not a whole number, or below `low`.
     """
     try:
-        size = operator.index(value)
+        size = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = low - 1
     if size < low:
@@ -216,7 +216,10 @@ def as_int32(name: str, values: Any, shape: tuple[int | None, ...]) -> jax.Array
       ValueError: it has another shape, or a number that does not fit.
     """
     if not isinstance(values, jax.Array):
-        values = np.asarray(values)
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} has rows of several lengths: pad them") from error
         if values.size and np.issubdtype(values.dtype, np.integer):
             low, high = int(values.min()), int(values.max())
             if low < -INT32_MAX - 1 or high > INT32_MAX:

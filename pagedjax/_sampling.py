@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax import _options as options
+
 _CANDIDATES = 256, 4096  # sorted first; the whole vocabulary only if these do not do
 _BLOCK = 256  # leaf size of the two-level searches in `_argmax` and `_draw`
 
@@ -56,6 +58,8 @@ def init_sampling(
       >>> init_sampling(temperature=0.8, top_p=0.95).mode
       'filtered'
     """
+    for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p).items():
+        options.as_number(name, value)
     mode = "filtered"
     if not any(isinstance(x, jax.core.Tracer) for x in (temperature, top_k, top_p)):
         # Written so that NaN fails.
@@ -65,7 +69,8 @@ def init_sampling(
             raise ValueError(f"top_k must be a whole number >= 0, got {top_k}")
         if not 0 < float(top_p) <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        if temperature == 0:
+        # As float32, where numbers below the least normal one count as 0.
+        if float(temperature) < jnp.finfo(jnp.float32).tiny:
             mode = "greedy"
         elif top_k == 0 and top_p == 1:
             mode = "plain"
@@ -100,13 +105,16 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     logits = logits.astype(jnp.float32)
     if sampling.mode == "greedy":
         return _argmax(logits)
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    scaled = logits / temperature
+    # A number so small that float32 has it as 0 is greedy as well.
+    warm = sampling.temperature >= jnp.finfo(jnp.float32).tiny
+    # The largest is taken off first: over a small temperature it would be infinite.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(warm, sampling.temperature, 1.0)
     uniform = jax.vmap(jax.random.uniform)(keys)
     if sampling.mode == "plain":
         return _draw(_weights(scaled), uniform)
     drawn = _draw_filtered(scaled, uniform, sampling)
-    return jnp.where(sampling.temperature > 0, drawn, _argmax(logits))
+    return jnp.where(warm, drawn, _argmax(logits))
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:

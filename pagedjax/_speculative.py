@@ -18,6 +18,7 @@ tends to draw the same token where its distribution is close.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,3 +256,35 @@ def count_accepted(
     nth = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None, :]
     agree = (chosen[:, :-1] == drafts) & (nth < counts[:, None])
     return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1)
+
+
+def check_draft(
+    draft: Any, draft_params: Any, model: PagedModel, *, is_beam_search: bool
+) -> None:
+    """Checks what `generate` is given to draft with.
+
+    Raises:
+      TypeError: it is nothing to draft with.
+      ValueError: it does not go with the other arguments.
+    """
+    if draft is None:
+        if draft_params is not None:
+            raise ValueError("draft_params needs draft")
+        return
+    if not isinstance(draft, PromptLookup | DraftModel):
+        raise TypeError(
+            f"draft must be a PromptLookup or a DraftModel, got {type(draft).__name__}"
+        )
+    if is_beam_search:
+        raise ValueError("draft and num_beams cannot be given together")
+    if isinstance(draft, PromptLookup):
+        return
+    if not isinstance(draft.model, PagedModel):
+        raise TypeError(
+            f"the model of a DraftModel must be a PagedModel, got {draft.model!r}"
+        )
+    if draft.model.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {draft.model.vocab_size} tokens, the"
+            f" model one of {model.vocab_size}"
+        )

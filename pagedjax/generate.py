@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax import _options as options
 from pagedjax import _page_ops as ops
 from pagedjax._beam import best_beams, init_beam_rule
 from pagedjax._generation import proceed, start
@@ -36,7 +37,7 @@ from pagedjax._generation_state import GenerationState, PageStats, Status
 from pagedjax._paged_model import PagedModel
 from pagedjax._sampling import init_sampling
 from pagedjax._signatures import takes_arguments_of
-from pagedjax._speculative import DraftModel, PromptLookup
+from pagedjax._speculative import DraftModel, PromptLookup, check_draft
 
 __all__ = [
     "DraftModel",
@@ -361,8 +362,9 @@ def _prepare(
                 f"num_samples={num_samples} sequences cannot come from"
                 f" num_beams={num_beams}"
             )
-    if draft is not None:
-        _check_draft(draft, draft_params, model, rule is not None)
+    elif options.differs(length_penalty, 1.0) or options.differs(early_stopping, False):
+        raise ValueError("length_penalty and early_stopping need num_beams")
+    check_draft(draft, draft_params, model, is_beam_search=rule is not None)
     arrays, statics = _check_arguments(
         model,
         prompts,
@@ -387,22 +389,6 @@ def _prepare(
     }
 
 
-def _check_draft(
-    draft: Any, draft_params: Any, model: PagedModel, is_beam_search: bool
-) -> None:
-    if not isinstance(draft, PromptLookup | DraftModel):
-        raise TypeError(
-            f"draft must be a PromptLookup or a DraftModel, got {type(draft).__name__}"
-        )
-    if is_beam_search:
-        raise ValueError("draft and num_beams cannot be given together")
-    if isinstance(draft, DraftModel) and draft.model.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"the draft model has a vocabulary of {draft.model.vocab_size} tokens, the"
-            f" model one of {model.vocab_size}"
-        )
-
-
 def _check_arguments(
     model: PagedModel,
     prompts: Any,
@@ -418,6 +404,10 @@ def _check_arguments(
     chunk_size: int,
 ) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
     """Completes and checks the arguments; gives the arrays and the static sizes."""
+    if not isinstance(model, PagedModel):
+        raise TypeError(
+            f"model must be a PagedModel, as `paged` gives, got {type(model).__name__}"
+        )
     prompts = ops.as_int32("prompts", prompts, (None, None))
     batch, length = prompts.shape
     sizes = dict(
@@ -450,10 +440,7 @@ def _check_arguments(
             )
     seeds = np.arange(batch, dtype=np.int32) if seeds is None else seeds
     seeds = ops.as_int32("seeds", seeds, (batch,))
-    key = jax.random.key(0) if key is None else key
-    # No token is -1. Not an array of no elements: jaxlib 0.11.2 on CPU crashes when it
-    # compiles one under `shard_map`.
-    ends = ops.as_int32("eos_ids", list(eos_ids) or [-1], (None,))
+    key, ends = options.as_key(key), options.as_token_ids("eos_ids", eos_ids)
     longest = length + max_new_tokens
     longest = longest if limit is None else min(longest, max(limit, length))
     if num_pages is None:

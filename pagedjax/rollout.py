@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from pagedjax import _options as options
 from pagedjax import _page_ops as ops
 from pagedjax._generation import PagedModel
 from pagedjax._rollout import run_rollout
@@ -183,7 +183,7 @@ def rollout(
         init_sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         *arrays,
         limits,
-        jnp.asarray(reserve, bool),
+        options.as_flag("reserve", reserve),
         model=model,
         num_slots=slots,
         prefix_entries=ops.as_size("prefix_entries", prefix_entries, low=0),
