@@ -4,7 +4,11 @@ The environment is set before jax is imported: the number of host devices is
 read once, when the CPU client starts.
 """
 
+import gc
+import itertools
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAG = "--xla_force_host_platform_device_count"
@@ -26,6 +30,24 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("deterministic")
+
+
+_MAPS = Path("/proc/self/maps")
+_TESTS = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forget compiled programs before the process has too many of them.
+
+    Each takes several mappings of memory. Linux gives a process 65,530, and XLA
+    crashes in its compiler when there are none left.
+    """
+    yield
+    if next(_TESTS) % 10 == 0 and _MAPS.exists():
+        if _MAPS.read_bytes().count(b"\n") > 25_000:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture
