@@ -1,4 +1,8 @@
-"""Runs every benchmark and rewrites `benchmarks/RESULTS.md`: `python -m benchmarks`."""
+"""Runs benchmarks and rewrites `benchmarks/RESULTS.md`.
+
+python -m benchmarks                   all of them
+python -m benchmarks bench_generate    some; the other sections stay as they are
+"""
 
 import importlib
 import importlib.metadata
@@ -27,8 +31,16 @@ _RESULTS = Path(__file__).parent / "RESULTS.md"
 
 def main() -> None:
     """Runs them one after the other, each in a process of its own."""
+    chosen = sys.argv[1:] or list(_BENCHMARKS)
+    unknown = set(chosen) - set(_BENCHMARKS)
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; there are {', '.join(_BENCHMARKS)}")
+    kept = {} if len(chosen) == len(_BENCHMARKS) else _read_sections()
     sections = [_head()]
     for name in _BENCHMARKS:
+        if name not in chosen:
+            sections += [kept[name]] if name in kept else []
+            continue
         began = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", f"benchmarks.{name}", "--json"],
@@ -41,6 +53,13 @@ def main() -> None:
         print(f"{name}: {len(cases)} cases, {time.perf_counter() - began:.0f} s")
     _RESULTS.write_text("\n".join(sections))
     print(f"wrote {_RESULTS}")
+
+
+def _read_sections() -> dict[str, str]:
+    """Gives the sections that are there, by the name of the benchmark."""
+    text = _RESULTS.read_text() if _RESULTS.exists() else ""
+    parts = text.split("\n## `")[1:]
+    return {part.partition("`")[0]: "## `" + part.rstrip("\n") + "\n" for part in parts}
 
 
 def _head() -> str:
