@@ -55,7 +55,7 @@ def as_key(key: Any) -> jax.Array:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.dtype != jnp.uint32 or key.ndim != 1:
             raise TypeError(f"{wanted}, got {key.dtype}{list(key.shape)}")
-        key = jax.random.wrap_key_data(key)
+        key = jax.random.wrap_key_data(jnp.asarray(key))
     if key.shape != ():
         raise TypeError(f"{wanted}, got an array of {key.shape}")
     if "fry" in str(jax.random.key_impl(key)):
