@@ -2,7 +2,7 @@
 
 Run it: python examples/grpo.py
 
-The task is a toy: after a prompt of digits, keep producing its last digit. The
+The task is a toy: after a prompt of digits, keep producing its largest digit. The
 reward is the share of the tokens that do. Each step
 
 1. samples 8 continuations of each of 16 prompts, `rollout`: one jitted call, prompts
@@ -30,7 +30,7 @@ import pagedjax.nnx
 
 VOCAB, FEATURES, HEADS = 10, 48, 4
 LENGTH, NEW, PROMPTS, SAMPLES, STEPS = 6, 8, 16, 8, 60
-RATE = 5e-3
+RATE = 1e-2
 PLOT = Path(__file__).parents[1] / "build" / "grpo.svg"
 
 
@@ -78,8 +78,8 @@ def make_policy():
 
 
 def rewards_of(prompts, tokens):
-    """Counts the share of tokens that are their prompt's last digit."""
-    return jnp.mean(tokens == prompts[:, -1, None, None], axis=-1)
+    """Counts the share of tokens that are their prompt's largest digit."""
+    return jnp.mean(tokens == jnp.max(prompts, axis=1)[:, None, None], axis=-1)
 
 
 def loss_of(params, dense, prompts, tokens, advantages):
