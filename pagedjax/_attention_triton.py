@@ -5,12 +5,12 @@ they are neither imported nor traced, which would cost every call time.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pagedjax._attention_call import AttentionCall
+from pagedjax._attention_pallas import Pair, attend_with
 from pallas_kernels import gpu_targets, gpu_triton_sizes
 
 
@@ -34,28 +34,8 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     )
 
 
-def attend(
-    call: AttentionCall,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_indices: jax.Array,
-    seq_lens: jax.Array,
-    cu_q_lens: jax.Array | None,
-    k_scales: jax.Array | None,
-    v_scales: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (out[T, H, D], lse[T, H]); arguments as those of the public functions."""
+def attend(call: AttentionCall, *arrays: jax.Array | None) -> Pair:
+    """Return (out[T, H, D], lse[T, H]); arguments as those of `_attention_xla`."""
     from pallas_kernels import gpu_triton_attention
 
-    arrays = (q, k_pages, v_pages, page_indices, seq_lens)
-    options: dict[str, Any] = dict(
-        scale=call.scale,
-        window=call.window,
-        soft_cap=call.soft_cap,
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
-    if cu_q_lens is None:
-        return gpu_triton_attention.paged_attention(*arrays, **options)
-    return gpu_triton_attention.ragged_paged_attention(*arrays, cu_q_lens, **options)
+    return attend_with(gpu_triton_attention, call, *arrays)

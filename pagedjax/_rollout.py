@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedjax import _page_ops as ops
-from pagedjax._generation import PagedModel, Status
-from pagedjax._kv_pool import init_kv_pool
+from pagedjax._generation_state import Status
 from pagedjax._page_table import PageTable, append, init_page_table
+from pagedjax._paged_model import PagedModel, init_model_pool
 from pagedjax._prefix_index import init_prefix_index, insert_prefix
 from pagedjax._ragged import RaggedBatch, pack_decode, pack_ragged
 from pagedjax._rollout_admission import admit_all, make_room, release_rows
@@ -81,14 +81,7 @@ def run_rollout(
         max_slots=num_slots,
         pages_per_slot=pages_per_slot,
     )
-    pool = init_kv_pool(
-        num_layers=model.num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.kv_dtype,
-    )
+    pool = init_model_pool(model, num_pages=num_pages, page_size=page_size)
     index = None
     if prefix_entries:
         index = init_prefix_index(num_entries=prefix_entries, page_size=page_size)
