@@ -5,7 +5,7 @@ usable where a TPU is the device, or is compiled for ahead of time. Elsewhere th
 neither imported, which takes half a second, nor traced, which takes each call a tenth.
 """
 
-import jax
+from typing import Any
 
 from pagedjax._attention_call import AttentionCall
 from pagedjax._attention_pallas import Pair, attend_with
@@ -24,7 +24,7 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     return (False, reason) if chip is None else tpu_chips.supports(call, chip)
 
 
-def attend(call: AttentionCall, *arrays: jax.Array | None) -> Pair:
+def attend(call: AttentionCall, *arrays: Any) -> Pair:
     """Return (out[T, H, D], lse[T, H]); arguments as those of `_attention_xla`."""
     from pallas_kernels import tpu_attention
 

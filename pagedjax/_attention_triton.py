@@ -5,8 +5,8 @@ they are neither imported nor traced, which would cost every call time.
 """
 
 import math
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pagedjax._attention_call import AttentionCall
@@ -34,7 +34,7 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     )
 
 
-def attend(call: AttentionCall, *arrays: jax.Array | None) -> Pair:
+def attend(call: AttentionCall, *arrays: Any) -> Pair:
     """Return (out[T, H, D], lse[T, H]); arguments as those of `_attention_xla`."""
     from pallas_kernels import gpu_triton_attention
 
