@@ -74,9 +74,24 @@ def test_the_recording_is_all_there():
     assert min(lengths) == 1 and max(lengths) == 760
 
 
-@pytest.mark.parametrize("batch_size", [1, 32], ids=["alone", "together"])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("page_size", [1, 16, 64, 5])
+ONE_BY_ONE = {(16, 1), (5, 3)}  # (page_size, n); the others take a minute each
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "page_size", "n"),
+    [
+        pytest.param(
+            *(batch_size, page_size, n),
+            marks=[pytest.mark.slow]
+            if batch_size == 1 and (page_size, n) not in ONE_BY_ONE
+            else [],
+            id=f"{'alone' if batch_size == 1 else 'together'}-page{page_size}-n{n}",
+        )
+        for batch_size, page_size, n in itertools.product(
+            [1, 32], [1, 16, 64, 5], [1, 3]
+        )
+    ],
+)
 def test_tokens(prompts_file, capsys, page_size, n, batch_size):
     sizes = {"--page-size": page_size, "--n": n, "--batch-size": batch_size}
     flags = map(str, itertools.chain(*sizes.items()))

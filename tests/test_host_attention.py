@@ -20,7 +20,10 @@ from oracles import attention_oracle
 
 from ascend_bridge import host
 
-pytestmark = pytest.mark.skipif(not host.usable()[0], reason=host.usable()[1])
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(not host.usable()[0], reason=host.usable()[1]),
+]
 
 
 def draw(
@@ -69,7 +72,6 @@ def assert_close(got: tuple, want: tuple) -> None:
 RAGGED = ([40, 1, 0, 70], [9, 1, 0, 3])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("ragged", [False, True], ids=["decode", "ragged"])
 @pytest.mark.parametrize("head_dim", [32, 64, 80])
 def test_matches_oracle(ragged: bool, head_dim: int) -> None:
@@ -78,7 +80,6 @@ def test_matches_oracle(ragged: bool, head_dim: int) -> None:
         assert_close(run(arrays, **options), attention_oracle(*arrays, **options))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["decode", "ragged"])
 def test_quantised_pages(dtype: str, ragged: bool) -> None:
@@ -121,7 +122,6 @@ def test_few_queries_over_many_keys() -> None:
         assert_close(run(arrays, **options), attention_oracle(*arrays, **options))
 
 
-@pytest.mark.core
 def test_nan_reaches_only_the_queries_that_see_it() -> None:
     arrays = draw([60], [40], page_size=8)  # query i sits at 20 + i
     page, offset = arrays[3][0, 45 // 8], 45 % 8
@@ -170,7 +170,6 @@ def test_bad_row_sums_are_an_error(cu: list[int]) -> None:
 # --- transformations -----------------------------------------------------------------
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("ragged", [False, True], ids=["decode", "ragged"])
 @pytest.mark.parametrize("pages_too", [False, True], ids=["one_pool", "pools"])
 def test_vmap_folds_the_batch(ragged: bool, pages_too: bool) -> None:
@@ -200,7 +199,6 @@ def test_vmap_folds_the_batch(ragged: bool, pages_too: bool) -> None:
     assert batched.lower(*stacked).as_text().count("custom_call @pagedjax") == 1
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map_over_kv_heads_never_hangs(check_vma: bool) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("heads",))
@@ -252,7 +250,6 @@ def pool_pair() -> tuple[jax.Array, jax.Array]:
     return keys, -keys
 
 
-@pytest.mark.core
 def test_write_is_in_place_and_skips_what_has_no_place() -> None:
     k_pages, v_pages = pool_pair()
     before = [np.asarray(x).copy() for x in (k_pages, v_pages)]
@@ -269,7 +266,6 @@ def test_write_is_in_place_and_skips_what_has_no_place() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.core
 def test_copy_pages_in_every_layer() -> None:
     k_pages, v_pages = pool_pair()
     src, dst = jnp.array([0, 3, 1, -1]), jnp.array([2, 0, 3, 1])
