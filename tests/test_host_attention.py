@@ -97,6 +97,25 @@ def test_quantised_pages(dtype: str, ragged: bool) -> None:
     assert_close(got, attention_oracle(arrays[0], *whole, *arrays[3:]))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_every_value_of_a_byte(dtype: str) -> None:
+    """NaN, denormals and both zeros: one token's output is its values."""
+    v_pages = np.arange(256, dtype=np.uint8).view(dtype).reshape(1, 1, 4, 64)
+    ones = jnp.ones((1, 1, 4))
+    out = host.paged_attention(
+        jnp.ones((1, 4, 64)),
+        jnp.zeros_like(v_pages),
+        v_pages,
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.ones(1, jnp.int32),
+        k_scales=ones,
+        v_scales=ones * 0.5,
+    )
+    want = v_pages[0].astype(np.float32) * 0.5
+    assert np.isnan(want).sum() == (2 if dtype == "float8_e4m3fn" else 0)
+    np.testing.assert_array_equal(out, want)
+
+
 @pytest.mark.parametrize("shared", [0, 4, 40])
 def test_sharing_changes_nothing(shared: int) -> None:
     arrays = draw([400, 390, 330, 5, 400], page_size=8, shared_pages=shared)

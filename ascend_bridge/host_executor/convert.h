@@ -41,25 +41,39 @@ PJ_INLINE uint16_t f32_to_f16(float f) {
   return (uint16_t)(sign | ((size - 0x38000000u + 0xfffu + odd) >> 13));
 }
 
-#if PJ_LANES == 4
-PJ_INLINE VF widen_f16(VU x) {
+PJ_INLINE VF widen_f16(VH halves) {
+#if PJ_LANES == 16
+  return (VF)_mm512_cvtph_ps((__m256i)halves);
+#elif PJ_LANES == 8
+  return (VF)_mm256_cvtph_ps((__m128i)halves);
+#else
+  const VU x = __builtin_convertvector(halves, VU);
   const VU sign = (x & 0x8000u) << 16, size = x & 0x7fffu;
   const VU normal = (size << 13) + (112u << 23);
   const VF tiny = __builtin_convertvector((VI)size, VF) * splat(5.9604644775390625e-8f);
   VU bits = size < 0x400u ? (VU)tiny : normal;
   bits = size >= 0x7c00u ? (size << 13) | 0x7f800000u : bits;
   return (VF)(bits | sign);
+#endif
+}
+
+// GCC 12 takes __builtin_convertvector from bytes apart, element by element.
+PJ_INLINE VI sign_extend(VB x) {
+#if PJ_LANES == 16
+  return (VI)_mm512_cvtepi8_epi32((__m128i)x);
+#elif PJ_LANES == 8
+  return (VI)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+  return __builtin_convertvector(x, VI);
+#endif
+}
+#if PJ_LANES == 16
+PJ_INLINE VH sign_extend_half(VB x) { return (VH)_mm256_cvtepi8_epi16((__m128i)x); }
+#elif PJ_LANES == 8
+PJ_INLINE VH sign_extend_half(VB x) {
+  return (VH)_mm_cvtepi8_epi16(_mm_cvtsi64_si128((int64_t)x));
 }
 #endif
-
-PJ_INLINE VF widen_f8(VU x) {
-  const VU sign = (x & 0x80u) << 24, size = x & 0x7fu;
-  const VU normal = (size << 20) + (120u << 23);
-  const VF tiny = __builtin_convertvector((VI)size, VF) * splat(0.001953125f);
-  VU bits = size < 8u ? (VU)tiny : normal;
-  bits = size == 0x7fu ? (VU)(VU{} + 0x7fc00000u) : bits;
-  return (VF)(bits | sign);
-}
 
 // W elements in their own order.
 struct F32 {
@@ -77,33 +91,38 @@ struct BF16 {
 struct F16 {
   static constexpr int kBytes = 2;
   PJ_INLINE VF load_w(const char* p) {
-#if PJ_LANES == 16
-    return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif PJ_LANES == 8
-    return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
     VH x;
     memcpy(&x, p, sizeof x);
-    return widen_f16(__builtin_convertvector(x, VU));
-#endif
+    return widen_f16(x);
   }
 };
 struct I8 {
   static constexpr int kBytes = 1;
-  PJ_INLINE VF widen(VU x) { return __builtin_convertvector((VI)(x << 24) >> 24, VF); }
   PJ_INLINE VF load_w(const char* p) {
     VB x;
     memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(__builtin_convertvector(x, VI), VF);
+    return __builtin_convertvector(sign_extend(x), VF);
   }
 };
 struct F8E4M3 {
   static constexpr int kBytes = 1;
-  PJ_INLINE VF widen(VU x) { return widen_f8(x); }
   PJ_INLINE VF load_w(const char* p) {
-    VB x;
-    memcpy(&x, p, sizeof x);
-    return widen((VU)__builtin_convertvector(x, VI) & 0xffu);
+    VB bytes;
+    memcpy(&bytes, p, sizeof bytes);
+#if PJ_LANES >= 8
+    // As float16, of which the exponent has one more bit and a bias 8 higher.
+    const VH x = sign_extend_half(bytes);
+    const VH nan = (VH)((x & 0x7f) == 0x7f) & 0x7e00;
+    return widen_f16((x << 7 & 0xbf80) | nan) * splat(256.0f);
+#else
+    const VU x = (VU)sign_extend(bytes);
+    const VU sign = x & 0x80000000u, size = x & 0x7fu;
+    const VU normal = (size << 20) + (120u << 23);
+    const VF tiny = __builtin_convertvector((VI)size, VF) * splat(0.001953125f);
+    VU bits = size < 8u ? (VU)tiny : normal;
+    bits = size == 0x7fu ? (VU)(VU{} + 0x7fc00000u) : bits;
+    return (VF)(bits | sign);
+#endif
   }
 };
 
@@ -113,19 +132,6 @@ PJ_INLINE VF load_some(const char* p, int64_t count) {
   char padded[W * 4] = {0};
   memcpy(padded, p, (size_t)(count * E::kBytes));
   return E::load_w(padded);
-}
-
-// Writes D elements, a multiple of 2 W, of a format of one byte as bfloat16.
-template <class E>
-PJ_INLINE void halve_row(const char* from, int64_t count, char* to) {
-  for (int64_t d = 0; d < count; d += 2 * W) {
-    VH pairs;
-    memcpy(&pairs, from + d, sizeof pairs);
-    const VU both = __builtin_convertvector(pairs, VU);
-    const VU even = (VU)E::widen(both & 0xffu), odd = (VU)E::widen(both >> 8);
-    const VU halves = even >> 16 | (odd & 0xffff0000u);
-    memcpy(to + d * 2, &halves, sizeof halves);
-  }
 }
 
 // Writes D elements times `factor` as float32, then zeros up to a multiple of W.

@@ -15,7 +15,6 @@
 #include "simd.h"
 #include "span_kernel.h"
 #ifdef PJ_AMX
-#include "span_amx.h"
 #include "tile_amx.h"
 #else
 #include "tile_kernel.h"
@@ -58,11 +57,6 @@ namespace pagedjax {
 extern const Kernels PJ_JOIN(kernels_, PJ_ISA);
 const Kernels PJ_JOIN(kernels_, PJ_ISA) = {
     PJ_TEXT(PJ_ISA),
-#ifdef PJ_AMX
-    amx_span_scratch, amx_span,
-#else
-    span_scratch, span,
-#endif
-    tile_scratch, tile, merge,
+    span_scratch, span, tile_scratch, tile, merge,
 };
 }  // namespace pagedjax

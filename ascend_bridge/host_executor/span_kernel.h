@@ -27,21 +27,23 @@ constexpr int64_t kGroup = 4;                 // query heads at once
 
 // How a head's row is read in the inner loops: kVectors vectors of W per step. What a
 // step yields fixes the order of the elements inside the kernel ("step order").
-struct F32Steps {
+template <class E, bool Scaled>
+struct OneVector {
   static constexpr int kVectors = 1;
-  static constexpr int kBytes = 4;
-  PJ_INLINE void load_step(const char* p, VF* to) { to[0] = load((const float*)p); }
+  static constexpr int kBytes = E::kBytes;
+  static constexpr bool kScaled = Scaled;
+  PJ_INLINE void load_step(const char* p, VF* to) { to[0] = E::load_w(p); }
 };
-struct F16Steps {
-  static constexpr int kVectors = 1;
-  static constexpr int kBytes = 2;
-  PJ_INLINE void load_step(const char* p, VF* to) { to[0] = F16::load_w(p); }
-};
+using F32Steps = OneVector<F32, false>;
+using F16Steps = OneVector<F16, false>;
+using I8Steps = OneVector<I8, true>;
+using F8Steps = OneVector<F8E4M3, true>;
 // bfloat16 in pairs: the even elements are the low halves of 32-bit words, the odd ones
 // the high halves; that is one shift or one mask a vector, and no permutation.
 struct BF16Steps {
   static constexpr int kVectors = 2;
   static constexpr int kBytes = 2;
+  static constexpr bool kScaled = false;
   PJ_INLINE void load_step(const char* p, VF* to) {
     VU pairs;
     memcpy(&pairs, p, sizeof pairs);
@@ -60,6 +62,8 @@ struct Block {
   const char* const* values;  // likewise
   int64_t offset;             // bytes from a row pointer to the kv head
   int64_t count;              // tokens, >= 1
+  const float* key_scales;    // kMaxBlock + W floats, or null
+  const float* value_scales;  // likewise
   Ahead* next_keys;
   Ahead* next_values;
 };
@@ -197,6 +201,26 @@ PJ_INLINE void span_values(const Block& block, const float* weights, const float
   }
 }
 
+// Lane i of the result is p[i / Each].
+template <int Each>
+PJ_INLINE VF repeat(const float* p) {
+  const VF x = load(p);
+  if constexpr (Each == 1) return x;
+  const VF twice = PJ_ZIP_LOW(x, x);
+  if constexpr (Each == 2) return twice;
+  return PJ_ZIP_LOW(twice, twice);
+}
+
+// Multiplies what each token has for each head by the token's scale: cheaper than
+// scaling its row, and the same.
+template <int Heads>
+PJ_INLINE void span_scale(const float* scales, int64_t count, float* each) {
+  constexpr int kPadded = padded_heads(Heads);
+  for (int64_t i = 0; i < count * kPadded; i += W) {
+    store(each + i, load(each + i) * repeat<kPadded>(scales + i / kPadded));
+  }
+}
+
 // One block, one kv head, `Heads` query heads.
 template <class E, int Heads>
 static void span_block(const Problem& p, const Block& block, const float* q, int64_t dim,
@@ -204,7 +228,9 @@ static void span_block(const Problem& p, const Block& block, const float* q, int
   alignas(64) float scores[kMaxBlock * kGroup];
   alignas(64) float shrink[W];
   span_scores<E, Heads>(block, q, dim, stride, scores);
+  if (E::kScaled) span_scale<Heads>(block.key_scales, block.count, scores);
   store(shrink, span_weights<Heads>(p, block.count, query_factor(p), scores, state));
+  if (E::kScaled) span_scale<Heads>(block.value_scales, block.count, scores);
   span_values<E, Heads>(block, scores, shrink, dim, stride, out);
 }
 
@@ -236,13 +262,17 @@ PJ_INLINE void unpack_state(const HeadState& state, float* max, float* sum) {
   }
 }
 
-enum class Path { kF32, kBF16, kF16, kWiden };
+enum class Path { kF32, kBF16, kF16, kI8, kF8, kWiden };
 
 // The direct paths need whole steps; everything else is widened to float32 first.
 PJ_INLINE Path span_path(const Problem& p) {
   if (p.kv_dtype == DType::kF32 && p.head_dim % W == 0) return Path::kF32;
   if (p.kv_dtype == DType::kBF16 && p.head_dim % (2 * W) == 0) return Path::kBF16;
-  if (p.kv_dtype == DType::kF16 && p.head_dim % W == 0) return Path::kF16;
+  if (p.head_dim % W == 0) {
+    if (p.kv_dtype == DType::kF16) return Path::kF16;
+    if (p.kv_dtype == DType::kI8) return Path::kI8;
+    if (p.kv_dtype == DType::kF8E4M3) return Path::kF8;
+  }
   return Path::kWiden;
 }
 
@@ -302,6 +332,7 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
   int64_t rows[2][kMaxBlock];
   const char* keys[kMaxBlock];
   const char* values[kMaxBlock];
+  alignas(64) float scales[2][kMaxBlock + W] = {};
   int64_t count = task.end - task.begin < block_tokens ? task.end - task.begin : block_tokens;
   find_rows(task.pages, p.page_size, task.begin, count, rows[0]);
   int turn = 0;
@@ -328,8 +359,15 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
     Ahead next_keys = {k_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
     Ahead next_values = {v_pages, next_rows, to_come, row_bytes, skip, bytes, nullptr, nullptr};
     for (int64_t h = 0; h < heads; ++h) {
-      Block block = {keys,  values,     (task.head_begin + h) * head_bytes,
-                     count, &next_keys, &next_values};
+      Block block = {keys,      values,    (task.head_begin + h) * head_bytes, count,
+                     scales[0], scales[1], &next_keys, &next_values};
+      if (path == Path::kI8 || path == Path::kF8) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t at = rows[turn][i] * p.num_kv_heads + task.head_begin + h;
+          scales[0][i] = p.k_scales[at];
+          scales[1][i] = p.v_scales[at];
+        }
+      }
       if (path == Path::kWiden) {
         for (int64_t i = 0; i < kMaxBlock; ++i) {
           const int64_t j = i < count ? i : count - 1;
@@ -352,6 +390,10 @@ void span(const Problem& p, const SpanTask& task, void* scratch) {
           span_block_any<BF16Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
         } else if (path == Path::kF16) {
           span_block_any<F16Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
+        } else if (path == Path::kI8) {
+          span_block_any<I8Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
+        } else if (path == Path::kF8) {
+          span_block_any<F8Steps>(chunk, p, block, chunk_q, dim, stride, state, chunk_out);
         } else {
           span_block_any<F32Steps>(chunk, p, block, chunk_q, stride, stride, state, chunk_out);
         }
