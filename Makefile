@@ -9,8 +9,8 @@ SELECT ?= not slow
 # The cases that CI compiles; `make aot` compiles all of them.
 AOT_SELECT ?= K3 D64 bfloat16$$|H32 K8 D128 (int8, q bfloat16|bfloat16)$$|smollm2
 
-.PHONY: help demo test test-all lint types unit doctest host wheel core312 aot aot-env \
-  aot-ci bench clean
+.PHONY: help demo test test-all lint types unit doctest host ascend wheel core312 aot \
+  aot-env aot-ci bench clean
 
 help:
 	@echo "make demo      install into $(VENV) and let a real model answer"
@@ -33,7 +33,8 @@ $(VENV)/.run: pyproject.toml
 
 # The host executor is compiled by the install; this follows changes to its sources.
 # Without a compiler it says why, and everything runs on XLA.
-$(VENV)/.host: $(VENV)/.run $(wildcard ascend_bridge/host_executor/*)
+$(VENV)/.host: $(VENV)/.run $(wildcard ascend_bridge/host_executor/* \
+  ascend_bridge/device_executor/* ascend_bridge/kernels/*.h)
 	$(PY) -m ascend_bridge.build
 	@touch $@
 
@@ -56,7 +57,7 @@ demo: $(VENV)/.run $(VENV)/.host
 
 # ---- what CI checks --------------------------------------------------------------
 
-test: lint types unit doctest host wheel core312 aot-ci
+test: lint types unit doctest host ascend wheel core312 aot-ci
 	@echo "make test: all passed"
 
 test-all:
@@ -74,7 +75,8 @@ unit: $(VENV)/.dev
 
 doctest: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax pallas_kernels \
-	  ascend_bridge/host.py ascend_bridge/_memory.py \
+	  ascend_bridge/host.py ascend_bridge/_memory.py ascend_bridge/ascend.py \
+	  ascend_bridge/_device_pool.py ascend_bridge/_traffic.py ascend_bridge/npu.py \
 	  --doctest-glob=README.md README.md
 
 # The host executor's C++ tests, without XLA: plain, under the sanitizers, and for
@@ -84,6 +86,15 @@ host: $(VENV)/.dev
 	@for flags in "" "--sanitize thread" "--sanitize address,undefined" --aarch64; do \
 	  echo "host executor: $$flags"; \
 	  $(PY) ascend_bridge/host_executor/tests/run.py $$flags || test $$? -eq 77; \
+	done
+
+# The declarations of the vendor's runtime against its own header, which is fetched, and
+# the device executor without XLA, on the mock runtime. Status 77 as above.
+ascend: $(VENV)/.dev
+	@$(PY) ascend_bridge/device_executor/check_acl.py || test $$? -eq 77
+	@for flags in "" "--sanitize thread" "--sanitize address,undefined"; do \
+	  echo "device executor: $$flags"; \
+	  $(PY) ascend_bridge/device_executor/tests/run.py $$flags || test $$? -eq 77; \
 	done
 
 # The wheel, imported from another folder so that the checkout cannot help it.

@@ -17,16 +17,24 @@ from ascend_bridge import _library
 
 
 def attention_caller(
-    ragged: bool, scale: float, window: int, soft_cap: float, share_prefixes: bool
+    ragged: bool,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    share_prefixes: bool,
+    target: str | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """Return the call as a function of arrays that folds a batch into the slots."""
+    """Return the call as a function of arrays that folds a batch into the slots.
+
+    `target` names another custom call with the operands and attributes of the usual.
+    """
+    name = target or ("ragged_paged_attention" if ragged else "paged_attention")
 
     @custom_vmap
     def call(*arrays: jax.Array) -> list[jax.Array]:
         arrays = _varying_alike(arrays)
         q = arrays[0]
         lse = jax.typeof(q[:, :, 0].astype(jnp.float32))
-        name = "ragged_paged_attention" if ragged else "paged_attention"
         run = jax.ffi.ffi_call(
             _library.PREFIX + name,
             [jax.typeof(q), lse],
@@ -105,7 +113,7 @@ def _shift_pages(ids: jax.Array, num_pages: int) -> jax.Array:
 @custom_vmap
 def write(*arrays: jax.Array) -> list[jax.Array]:
     """Call write_kv; the results take the place of the first two arguments."""
-    return _changing_pages("write_kv")(*arrays)
+    return changing_pages("write_kv")(*arrays)
 
 
 @write.def_vmap
@@ -125,7 +133,7 @@ def copier(num_layers: int) -> Callable[..., list[jax.Array]]:
 
     @custom_vmap
     def copy(*arrays: jax.Array) -> list[jax.Array]:
-        return _changing_pages("copy_pages")(*arrays, num_layers=np.int64(num_layers))
+        return changing_pages("copy_pages")(*arrays, num_layers=np.int64(num_layers))
 
     @copy.def_vmap
     def fold(
@@ -149,7 +157,7 @@ def copier(num_layers: int) -> Callable[..., list[jax.Array]]:
     return copy
 
 
-def _changing_pages(name: str) -> Callable[..., list[jax.Array]]:
+def changing_pages(name: str) -> Callable[..., list[jax.Array]]:
     """Return a call whose two results are its first two arguments, changed in place."""
 
     def call(*arrays: jax.Array, **attributes: Any) -> list[jax.Array]:

@@ -12,6 +12,7 @@ it is loaded: what is built on one machine runs on every machine of the architec
                --(AVX-512)-> kernels_avx512.o -+
                --(AMX)-----> kernels_amx.o    -+
     plan.cc, ffi.cc, ... --> *.o              -+
+    device_executor/*.cc --> *.o              -+
 
 This module imports nothing outside the standard library: the build of a wheel loads it
 where the package and jax cannot be imported.
@@ -49,6 +50,21 @@ COMMON_FLAGS = (
     "-ffp-contract=fast",
 )
 CORE_SOURCES = ("dispatch.cc", "pages.cc", "parallel.cc", "plan.cc", "prefixes.cc")
+# The device executor is part of the library: it finds the NPU's runtime with dlopen,
+# and shares the kernels of the host where there is none.
+DEVICE_SOURCES = tuple(
+    f"../device_executor/{name}.cc"
+    for name in (
+        "acl",
+        "control",
+        "handlers",
+        "host_store",
+        "kernel_library",
+        "npu_handlers",
+        "npu_store",
+        "pool",
+    )
+)
 _AVX512 = (
     "-mavx512f",
     "-mavx512bw",
@@ -123,7 +139,10 @@ def build_host(
         include = pathlib.Path(headers) if headers is not None else include_dir()
         version = ffi_version(include)
         compile_library(
-            target / LIBRARY, command, (*CORE_SOURCES, "ffi.cc"), include=include
+            target / LIBRARY,
+            command,
+            (*CORE_SOURCES, *DEVICE_SOURCES, "ffi.cc"),
+            include=include,
         )
         record = BuildRecord(True, f"{command}, FFI headers {version[0]}.{version[1]}")
     except BuildError as error:
@@ -193,7 +212,7 @@ def compile_library(
     Args:
         output: the library, or with `shared=False` the program, to write.
         compiler: command of the compiler; may be a cross compiler.
-        sources: file names in `host_executor`.
+        sources: file names, seen from `host_executor`.
         include: folder of the FFI headers, if a source needs them.
         flags: further flags for compiling and linking, such as -fsanitize=thread.
         shared: whether to link a shared library.
@@ -228,6 +247,8 @@ def compile_library(
         # open keeps it whole.
         fresh = output.with_name(f"{output.name}.{os.getpid()}")
         link = [*compiler.split(), *flags, *objects, "-pthread", "-o", str(fresh)]
+        if sys.platform.startswith("linux"):
+            link.append("-ldl")  # part of libc since glibc 2.34
         _run([*link, "-shared"] if shared else link)
         os.replace(fresh, output)
 

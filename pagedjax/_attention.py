@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from ascend_bridge import host
+from ascend_bridge import host, npu
 from pagedjax import (
+    _attention_ascend,
+    _attention_mosaic,
     _attention_tpu,
     _attention_triton,
     _attention_xla,
@@ -389,7 +391,8 @@ class _Implementation:
     """One way to compute attention.
 
     Attributes:
-        platforms: lowering platforms it is the choice for; (_ANY,) for all.
+        platforms: lowering platforms it is the choice for; (_ANY,) for all, () for
+            none.
         supports: whether it can do a call, and the reason if it cannot.
         usable: whether it can run in this installation, and why or why not.
         attend: `attend(call, *arrays) -> (out, lse)`.
@@ -415,6 +418,18 @@ _IMPLEMENTATIONS: dict[str, _Implementation] = {
         _attention_triton.supports,
         _attention_triton.usable,
         _attention_triton.attend,
+    ),
+    "pallas_mosaic_gpu": _Implementation(
+        (),  # only where it is named: nothing has measured it against Triton's yet
+        _attention_mosaic.supports,
+        _attention_mosaic.usable,
+        _attention_mosaic.attend,
+    ),
+    "ascend": _Implementation(
+        npu.PLATFORMS,
+        _attention_ascend.supports,
+        _attention_ascend.usable,
+        _attention_ascend.attend,
     ),
     "xla": _Implementation(
         (_ANY,),

@@ -14,6 +14,7 @@ def run_doctor() -> None:
         ("versions", _versions()),
         ("devices", _devices()),
         ("attention implementations", _implementations()),
+        ("ascend", _ascend()),
         ("models", _models()),
         ("packages of pagedjax[models]", _optional_packages()),
         ("compiled programs", _cache()),
@@ -49,6 +50,12 @@ def _implementations() -> Iterator[tuple[str, str]]:
 
     for name, (usable, reason) in available_implementations().items():
         yield name, f"{'usable' if usable else 'not usable'}: {reason}"
+
+
+def _ascend() -> Iterator[tuple[str, str]]:
+    from ascend_bridge import ascend
+
+    yield from ascend.diagnose().items()
 
 
 def _models() -> Iterator[tuple[str, str]]:

@@ -22,6 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import gpu_triton_sizes as sizes
+from pallas_kernels import mesh_axes
+from pallas_kernels.gpu_blocks import cut_blocks, merge_splits, num_splits_for
 
 
 def paged_attention(
@@ -77,21 +79,25 @@ def paged_attention(
     slots, heads, head_dim = q.shape
     kv_heads = k_pages.shape[2]
     if num_splits is None:
-        num_splits = sizes.num_splits_for(slots * kv_heads, geometry.capacity)
+        num_splits = num_splits_for(slots * kv_heads, geometry.capacity)
+    scales = () if k_scales is None or v_scales is None else (k_scales, v_scales)
+    operands = mesh_axes.vary_alike(
+        (q, k_pages, v_pages, page_indices, seq_lens, *scales)
+    )
+    q = operands[0]
     call = pl.pallas_call(
         functools.partial(_decode_kernel, geometry, num_splits, k_scales is not None),
         grid=(slots, kv_heads, num_splits),
         out_shape=(
-            jax.ShapeDtypeStruct((num_splits, slots, heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_splits, slots, heads), jnp.float32),
+            mesh_axes.result((num_splits, slots, heads, head_dim), jnp.float32, q),
+            mesh_axes.result((num_splits, slots, heads), jnp.float32, q),
         ),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.NUM_STAGES),
         interpret=interpret,
         name="paged_attention_decode",
     )
-    scales = () if k_scales is None or v_scales is None else (k_scales, v_scales)
-    out, lse = call(q, k_pages, v_pages, page_indices, seq_lens, *scales)
-    out, lse = _merge_splits(out, lse)
+    out, lse = call(*operands)
+    out, lse = merge_splits(out, lse)
     return out.astype(q.dtype), lse
 
 
@@ -147,34 +153,26 @@ def ragged_paged_attention(
         q, k_pages, page_indices, scale, window, soft_cap, block_tokens, k_scales
     )
     tokens = q.shape[0]
-    slots, kv_heads = page_indices.shape[0], k_pages.shape[2]
+    kv_heads = k_pages.shape[2]
     rows = sizes.rows_of_block(geometry)
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    counts = lax.div(q_lens + (rows - 1), jnp.int32(rows))
-    ends = jnp.cumsum(counts).astype(jnp.int32)
-    num_blocks = tokens // rows + slots  # at least the sum of all counts
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    slot = jnp.sum((ends[None] <= block[:, None]).astype(jnp.int32), axis=1)
-    real = slot < slots
-    slot = jnp.minimum(slot, slots - 1)
-    offset = (block - (ends - counts)[slot]) * rows
-    start = cu_q_lens[slot] + offset
-    count = jnp.where(real, jnp.minimum(q_lens[slot] - offset, rows), 0)
-    position = seq_lens[slot] - q_lens[slot] + offset
+    cut = cut_blocks(seq_lens, cu_q_lens, num_tokens=tokens, rows=rows)
+    scales = () if k_scales is None or v_scales is None else (k_scales, v_scales)
+    operands = mesh_axes.vary_alike(
+        (q, k_pages, v_pages, page_indices, *cut[:4], *scales)
+    )
+    q = operands[0]
     call = pl.pallas_call(
         functools.partial(_ragged_kernel, geometry, rows, k_scales is not None),
-        grid=(num_blocks, kv_heads),
+        grid=(cut.slot.shape[0], kv_heads),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+            mesh_axes.result(q.shape, q.dtype, q),
+            mesh_axes.result(q.shape[:2], jnp.float32, q),
         ),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.NUM_STAGES),
         interpret=interpret,
         name="ragged_paged_attention",
     )
-    scales = () if k_scales is None or v_scales is None else (k_scales, v_scales)
-    blocks = (slot, start, count, position)
-    out, lse = call(q, k_pages, v_pages, page_indices, *blocks, *scales)
+    out, lse = call(*operands)
     # No program writes the rows of padding.
     written = jnp.arange(tokens, dtype=jnp.int32)[:, None] < cu_q_lens[-1]
     return jnp.where(written[..., None], out, 0), jnp.where(written, lse, -jnp.inf)
@@ -375,16 +373,3 @@ def _dot_weights(weights: jax.Array, values: jax.Array) -> jax.Array:
     high = weights.astype(values.dtype)
     low = (weights - high.astype(jnp.float32)).astype(values.dtype)
     return _dot(high, values) + _dot(low, values)
-
-
-def _merge_splits(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge the parts of each context, out[parts, S, H, D] and lse[parts, S, H]."""
-    if out.shape[0] == 1:
-        return out[0], lse[0]
-    peak = jnp.max(lse, axis=0)
-    some = peak != -jnp.inf
-    shift = jnp.where(some, peak, 0.0)
-    weights = jnp.exp(lse - shift[None])
-    total = jnp.where(some, jnp.sum(weights, axis=0), 1.0)
-    merged = jnp.sum(out * weights[..., None], axis=0) / total[..., None]
-    return merged, jnp.where(some, shift + jnp.log(total), -jnp.inf)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import mesh_axes
+
 _CHUNK = 1024  # elements of a page that one program copies
 
 
@@ -52,18 +54,23 @@ def write_kv(
     num_pages, page_size, kv_heads, head_dim = k_pages.shape
     sizes = (num_pages, page_size, kv_heads * head_dim)
     flat, rows = (num_pages, page_size, -1), (k.shape[0], -1)
-    held = (k_pages.reshape(flat), v_pages.reshape(flat))
+    operands = mesh_axes.vary_alike(
+        (
+            *(x.reshape(flat) for x in (k_pages, v_pages)),
+            *(x.reshape(rows) for x in (k, v)),
+            *(pages, offsets),
+        )
+    )
     call = pl.pallas_call(
         functools.partial(_write_kernel, sizes),
         grid=(k.shape[0],),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held),
+        out_shape=tuple(mesh_axes.result(x.shape, x.dtype, x) for x in operands[:2]),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="write_kv",
     )
-    written = call(*held, k.reshape(rows), v.reshape(rows), pages, offsets)
-    return tuple(x.reshape(k_pages.shape) for x in written)
+    return tuple(x.reshape(k_pages.shape) for x in call(*operands))
 
 
 def copy_pages(
@@ -98,18 +105,18 @@ def copy_pages(
     """
     flat = (k_pages.shape[0], -1)
     held = (k_pages.reshape(flat), v_pages.reshape(flat))
+    operands = mesh_axes.vary_alike((*held, src_pages, dst_pages))
     size = held[0].shape[1]
     call = pl.pallas_call(
         functools.partial(_copy_kernel, (k_pages.shape[0], size)),
         grid=(src_pages.shape[0], pl.cdiv(size, _CHUNK)),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held),
+        out_shape=tuple(mesh_axes.result(x.shape, x.dtype, x) for x in operands[:2]),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="copy_pages",
     )
-    copied = call(*held, src_pages, dst_pages)
-    return tuple(x.reshape(k_pages.shape) for x in copied)
+    return tuple(x.reshape(k_pages.shape) for x in call(*operands))
 
 
 def _write_kernel(sizes: tuple[int, int, int], *refs: Any) -> None:

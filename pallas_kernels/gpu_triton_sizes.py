@@ -13,7 +13,6 @@ _SHARED_BYTES = 64 * 1024
 NUM_STAGES = 2
 _QUERY_BYTES = 32 * 1024  # of a ragged block, all its query heads together
 _MOST_ROWS = 64  # of a ragged block, query heads counted
-_MIN_SPLIT_TOKENS = 256  # a split shorter than this costs more than it spreads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +129,6 @@ def plan(
         window=window,
         soft_cap=soft_cap,
     )
-
-
-def num_splits_for(programs: int, capacity: int) -> int:
-    """Choose into how many parts a context is cut: enough for two waves of 132 cores.
-
-    From the width of the table, for the lengths are not known when compiling.
-    """
-    wanted = -(-264 // programs)
-    return max(1, min(wanted, capacity // _MIN_SPLIT_TOKENS, 32))
 
 
 def rows_of_block(geometry: Geometry) -> int:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from pallas_kernels import mesh_axes
 from pallas_kernels import tpu_blocks as blocks
 from pallas_kernels import tpu_chips as chips
 from pallas_kernels.tpu_decode import run_decode
@@ -202,7 +203,7 @@ def _decode(
     *arrays: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel once, or once per so many slots as fit."""
-    arrays = blocks.vary_alike(arrays)
+    arrays = mesh_axes.vary_alike(arrays)
     q, k_pages, v_pages, table, lens, *scales = arrays
     fit, geometry = _choose(arrays, options, chip, sizes, interpret, ragged=False)
     table, lens = _made_safe(table, lens, k_pages)
@@ -239,12 +240,12 @@ def _ragged(
     *arrays: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel once, or once per so many slots as fit, into the same results."""
-    arrays = blocks.vary_alike(arrays)
+    arrays = mesh_axes.vary_alike(arrays)
     q, k_pages, v_pages, table, lens, cu, *scales = arrays
     fit, geometry = _choose(arrays, options, chip, sizes, interpret, ragged=True)
     table, lens = _made_safe(table, lens, k_pages)
     cu = jnp.clip(cu, 0, q.shape[0])
-    out, lse, _ = blocks.vary_alike(
+    out, lse, _ = mesh_axes.vary_alike(
         (
             jnp.zeros(q.shape, jnp.float32),
             jnp.full((*q.shape[:2], 1), -jnp.inf, jnp.float32),

@@ -340,22 +340,5 @@ def item_of(core: jax.Array, step: jax.Array, cores: int, items: int) -> jax.Arr
     return jnp.where(item < items, item, item - cores)
 
 
-def vary_alike(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Under shard_map, make all operands vary over the axes that any varies over."""
-    held = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset().union(*held)
-    return tuple(
-        lax.pcast(x, tuple(sorted(every - axes)), to="varying") if every - axes else x
-        for x, axes in zip(arrays, held, strict=True)
-    )
-
-
-def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> Any:
-    """Describe a result that varies over the mesh axes that an operand varies over."""
-    return jax.ShapeDtypeStruct(
-        shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type
-    )
-
-
 def _ceil_div(x: jax.Array, y: int) -> jax.Array:
     return lax.div(x + (y - 1), y)

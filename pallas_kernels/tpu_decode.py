@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import mesh_axes
 from pallas_kernels import tpu_blocks as blocks
 
 
@@ -78,8 +79,8 @@ def run_decode(
             ],
         ),
         out_shape=[
-            blocks.result((num_slots, *rows, head_dim), q.dtype, q),
-            blocks.result((num_slots, *rows, 1), jnp.float32, q),
+            mesh_axes.result((num_slots, *rows, head_dim), q.dtype, q),
+            mesh_axes.result((num_slots, *rows, 1), jnp.float32, q),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),

@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Sharding
 
-from pallas_kernels import tpu_blocks as blocks
+from pallas_kernels import mesh_axes
 from pallas_kernels import tpu_chips as chips
 
 _TOKENS = 32  # rows on their way at once
@@ -141,7 +141,7 @@ def copy_pages(
     order = jnp.argsort(~real, stable=True)
     count = jnp.sum(real, dtype=jnp.int32).reshape(1)
     src, dst = (x.astype(jnp.int32)[order] for x in (src_pages, dst_pages))
-    count, src, dst, *varied = blocks.vary_alike((count, src, dst, *arrays))
+    count, src, dst, *varied = mesh_axes.vary_alike((count, src, dst, *arrays))
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     return tuple(
         pl.pallas_call(
@@ -153,7 +153,7 @@ def copy_pages(
                 out_specs=[hbm] * len(varied),
                 scratch_shapes=[pltpu.SemaphoreType.DMA],
             ),
-            out_shape=[blocks.result(x.shape, x.dtype, x) for x in varied],
+            out_shape=[mesh_axes.result(x.shape, x.dtype, x) for x in varied],
             input_output_aliases={3 + i: i for i in range(len(varied))},
             interpret=interpret,
             name="copy_pages",
@@ -199,7 +199,7 @@ def _write(
     """Store tokens whose page and offset fit SMEM; a page of -1 stores nothing."""
     tokens, *row = k.shape
     block = min(_TOKENS, tokens)
-    operands = blocks.vary_alike((pages, offsets, k, v, k_pages, v_pages))
+    operands = mesh_axes.vary_alike((pages, offsets, k, v, k_pages, v_pages))
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     rows = pl.BlockSpec((block, *row), lambda i, *_: (i, *(0,) * len(row)))
     return tuple(
@@ -212,7 +212,7 @@ def _write(
                 out_specs=[hbm, hbm],
                 scratch_shapes=[pltpu.SemaphoreType.DMA],
             ),
-            out_shape=[blocks.result(x.shape, x.dtype, x) for x in operands[4:]],
+            out_shape=[mesh_axes.result(x.shape, x.dtype, x) for x in operands[4:]],
             input_output_aliases={4: 0, 5: 1},
             interpret=interpret,
             name="write_kv",

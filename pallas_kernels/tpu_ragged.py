@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import mesh_axes
 from pallas_kernels import tpu_blocks as blocks
 
 _FEW_ROWS = 8  # sublanes of a float32 tile
@@ -94,7 +95,7 @@ def run_ragged(
                 *geometry.scratch(),
             ],
         ),
-        out_shape=[blocks.result(x.shape, x.dtype, x) for x in results],
+        out_shape=[mesh_axes.result(x.shape, x.dtype, x) for x in results],
         input_output_aliases={
             num_prefetch + num_inputs + i: i for i in range(len(results))
         },

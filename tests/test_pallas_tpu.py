@@ -9,7 +9,7 @@ import numpy as np
 import pallas_tpu_cases as cases
 import pytest
 from attention_cases import assert_matches_oracle, make_arrays
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 from pallas_tpu_cases import SIZES, arrays_of, check, quantise, run, simulated
 
 from pagedjax import (
@@ -184,7 +184,8 @@ def test_shard_map_over_kv_heads(ragged: bool) -> None:
     assert_matches_oracle(arrays, np.asarray(out), np.asarray(lse))
     # For a TPU the kernels do.
     device = AbstractDevice("TPU v6e", 1, "tpu")
-    mesh = AbstractMesh((2,), ("heads",), abstract_device=device)
+    auto = (AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("heads",), axis_types=auto, abstract_device=device)
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.args()]
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(shard(kernel, mesh=mesh)).trace(*args)

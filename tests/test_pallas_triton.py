@@ -14,7 +14,7 @@ from attention_cases import (
     make_arrays,
     pairwise_cases,
 )
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from pallas_tpu_cases import arrays_of, quantise
 
 import pagedjax as pj
@@ -164,6 +164,30 @@ def test_a_gpu_takes_the_kernel_and_grad_goes_around_it(ragged: bool) -> None:
     assert text.count("__gpu$xla.gpu.triton") == 1
     text = lowered_for_cuda(jax.grad(lambda q: attention(q, *rest).sum()), q)
     assert "__gpu$xla.gpu.triton" in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@BOTH
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
+def test_shard_map_over_kv_heads_keeps_track_of_the_mesh(
+    name: str, ragged: bool
+) -> None:
+    arrays = arrays_of(ragged=ragged, page_size=8, head_dim=64, dtype="bfloat16")
+    attention = pj.ragged_paged_attention if ragged else pj.paged_attention
+    device = AbstractDevice("NVIDIA H200", 2, "cuda")
+    auto = (AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("heads",), axis_types=auto, abstract_device=device)
+    heads, pages = PartitionSpec(None, "heads"), PartitionSpec(None, None, "heads")
+    sharded = jax.shard_map(
+        functools.partial(attention, implementation=f"pallas_{name}"),
+        mesh=mesh,
+        in_specs=(heads, pages, pages, *[PartitionSpec()] * (2 + ragged)),
+        out_specs=heads,
+    )
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.args()]
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",))
+    assert name in lowered.as_text()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Ascend C kernels, their host-side plans, and how to build them."""

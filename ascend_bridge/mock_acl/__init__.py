@@ -1,0 +1,1 @@
+"""A stand-in for the vendor's runtime, for tests: see `mock_acl.h`."""
