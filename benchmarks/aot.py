@@ -55,7 +55,7 @@ def main() -> int:
             parser.error(f"unknown chip {chip!r}")
         cases = list(aot_cases.cases_of(chip))
         path = RECORDS / f"tpu-{chip}.json"
-        rows = _known(path) if chosen.select else {}
+        rows = aot_gpu.known_rows(path) if chosen.select else {}
         for case in cases:
             if re.search(chosen.select, case.name):
                 rows[case.name] = _run(chip, case)
@@ -71,13 +71,6 @@ def main() -> int:
     REPORT.write_text(_report(aot_cases.refused()))
     print(f"AOT: {failed} cases failed" if failed else "AOT: all cases hold on TPU")
     return 1 if failed else 0
-
-
-def _known(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of an earlier record by name; a selection replaces its own."""
-    if not path.exists():
-        return {}
-    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
 def _set_environment() -> None:
@@ -159,7 +152,7 @@ def _report(refused: list[tuple[str, str]]) -> str:
         lines += [
             f"## TPU {record['chip']}: {good} of {len(rows)} cases hold",
             "",
-            *_untried(record["cases"] - len(rows)),
+            *aot_gpu.untried(record["cases"] - len(rows)),
             "| case | holds | s | VMEM MiB | counted MiB | temporary KiB | pools MiB | "
             "in place MiB | copies |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -176,10 +169,6 @@ def _report(refused: list[tuple[str, str]]) -> str:
         *aot_gpu.report(),
     ]
     return "\n".join(lines)
-
-
-def _untried(count: int) -> list[str]:
-    return [f"The run was cut: {count} more cases were not tried.", ""] if count else []
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from benchmarks import aot_models
+from benchmarks import aot_generate, aot_models
 from benchmarks.aot_compile import Compiled, compile_for, make_mesh
 from pallas_kernels import tpu_attention, tpu_chips, tpu_pages
 
@@ -50,7 +50,7 @@ class Case:
 def cases_of(chip: str) -> Iterator[Case]:
     """Yields all cases of a chip."""
     if chip == "v6e":
-        for model in aot_models.steps(chip):
+        for model in aot_models.steps(partial(make_mesh, chip)):
             yield Case(
                 name=model.name,
                 what=f"{model.pool_bytes / tpu_chips.MIB:.0f}",
@@ -58,6 +58,15 @@ def cases_of(chip: str) -> Iterator[Case]:
                 pool_bytes=model.pool_bytes,
                 budget=0,
                 in_place=True,
+            )
+        for call in aot_generate.calls(chip):
+            yield Case(
+                name=call.name,
+                what=f"{call.pool_bytes / tpu_chips.MIB:.0f}",
+                compile=call.compile,
+                pool_bytes=call.pool_bytes,
+                budget=0,
+                in_place=False,
             )
     for ragged in (False, True):
         attention = partial(_attention, chip, ragged)

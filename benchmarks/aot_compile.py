@@ -1,8 +1,9 @@
-"""Compiling for a TPU that is not there: the topology, the call, what is read off it.
+"""Compiling for a device that is not there: the call, and what is read off it.
 
-The compiler is that of the `libtpu` wheel. It needs no device: a topology is described
-by its name, arguments by their shapes. How it is done is described in
-https://docs.jax.dev/en/latest/aot.html and the tests of `jax.experimental.topologies`.
+The compilers are those of the `libtpu` and `jax-cuda12-plugin` wheels. They need no
+device: a topology is described by its name, arguments by their shapes. How it is done
+is described in https://docs.jax.dev/en/latest/aot.html and the tests of
+`jax.experimental.topologies`.
 """
 
 import dataclasses
@@ -24,6 +25,11 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "7x": "tpu7x:2x2x1",
 }
+_BACK_ENDS = {
+    "tpu": '"tpu_custom_call"',
+    "triton": '"__gpu$xla.gpu.triton"',
+    "mosaic_gpu": '"mosaic_gpu_v2"',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Compiled:
         results: bytes of all results.
         temporary: bytes of device memory used in between.
         pool_copies: instructions that copy an array of a pool's shape.
+        kernels: the back ends of Pallas whose kernels are in the program.
     """
 
     seconds: float
@@ -45,6 +52,7 @@ class Compiled:
     results: int
     temporary: int
     pool_copies: int
+    kernels: tuple[str, ...]
 
 
 def make_mesh(chip: str, devices: int = 1, axis: str = "tensor") -> Mesh:
@@ -64,6 +72,7 @@ def compile_for(
     donated: bool,
     specs: Sequence[Any] | None = None,
     results: Any = None,
+    platform: str = "tpu",
 ) -> Compiled:
     """Compile a function of arrays, the pools among them row-major.
 
@@ -75,6 +84,7 @@ def compile_for(
         donated: whether the pools are donated.
         specs: a tree of `PartitionSpec`s for each argument; None for none split.
         results: which results are pools: a tree of `PartitionSpec` for a pool, or None.
+        platform: "tpu", or "cuda", where arrays are row-major anyway.
 
     Returns:
         What it showed.
@@ -82,11 +92,15 @@ def compile_for(
     placed = []
     for i, argument in enumerate(arguments):
         spec = PartitionSpec() if specs is None else specs[i]
-        placed.append(_place(mesh, argument, spec, pinned=i in pools))
+        pinned = platform == "tpu" and i in pools
+        placed.append(_place(mesh, argument, spec, pinned=pinned))
+
+    def place_result(spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return page_format(sharding) if platform == "tpu" else sharding
+
     out = jax.tree.map(
-        lambda spec: page_format(NamedSharding(mesh, spec)),
-        results,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
+        place_result, results, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
     jitted = jax.jit(
         function,
@@ -95,7 +109,7 @@ def compile_for(
     )
     began = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jitted.trace(*placed).lower(lowering_platforms=("tpu",))
+        lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
     compiled = lowered.compile()
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -112,6 +126,7 @@ def compile_for(
         results=memory.output_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         pool_copies=sum(_is_copy_of(line, of_pools) for line in text.splitlines()),
+        kernels=tuple(name for name, call in _BACK_ENDS.items() if call in text),
     )
 
 

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel to machine code, without a GPU.
+"""Compiles every GPU kernel to machine code, without a GPU.
 
     python -m benchmarks.aot_gpu              all GPUs; records for benchmarks/AOT.md
     python -m benchmarks.aot_gpu --gpu sm_90a
@@ -20,8 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ RECORDS = Path(__file__).parent.parent / "build" / "aot"
 INCOMPLETE = 77
 _POOL_BYTES = 256 * 2**20  # about, of keys; of values as much
 _HEADS = [(32, 8, 128), (9, 3, 64), (8, 1, 80), (4, 4, 256)]
+_HEADS_MOSAIC = [(32, 8, 128), (9, 3, 64), (4, 4, 256)]
 _DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+_PREFIX = {"triton": "", "mosaic_gpu": "mosaic "}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,11 @@ def main() -> int:
     parser.add_argument("--select", default="", help="a regular expression")
     chosen = parser.parse_args()
     dump = tempfile.mkdtemp()
-    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_dump_to={dump}")
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=f"--xla_dump_to={dump}",
+        MOSAIC_GPU_DUMP_PTXAS="1",
+    )
     try:
         version = importlib.metadata.version("jax-cuda12-plugin")
     except importlib.metadata.PackageNotFoundError:
@@ -76,24 +82,31 @@ def main() -> int:
     failed = 0
     try:
         for name in chosen.gpu or GPUS:
-            rows = [
-                _run(name, *case, Path(dump))
-                for case in _cases(GPUS[name])
-                if re.search(chosen.select, case[0])
-            ]
-            failed += sum(not row["ok"] for row in rows)
-            if chosen.select:
-                continue
-            record = {
-                "gpu": f"{GPUS[name].kind} ({name})",
-                "compiler": f"jax-cuda12-plugin {version}",
-                "rows": rows,
-            }
-            (RECORDS / f"gpu-{name}.json").write_text(json.dumps(record, indent=1))
+            cases = list(_cases(GPUS[name]))
+            path = RECORDS / f"gpu-{name}.json"
+            rows = known_rows(path) if chosen.select else {}
+            for case in cases:
+                if re.search(chosen.select, case.name):
+                    rows[case.name] = _run(name, case, Path(dump))
+                    failed += not rows[case.name]["ok"]
+                record = {
+                    "gpu": f"{GPUS[name].kind} ({name})",
+                    "compiler": f"jax-cuda12-plugin {version}",
+                    "cases": len(cases),
+                    "rows": [rows[case.name] for case in cases if case.name in rows],
+                }
+                path.write_text(json.dumps(record, indent=1))
     finally:
         shutil.rmtree(dump)
     print(f"AOT: {failed} cases failed" if failed else "AOT: all cases hold on GPU")
     return 1 if failed else 0
+
+
+def known_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Gives the rows of an earlier record by name; a selection replaces its own."""
+    if not path.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
 def report() -> list[str]:
@@ -106,21 +119,30 @@ def report() -> list[str]:
         lines += [
             f"## {record['gpu']}: {good} of {len(rows)} cases hold",
             "",
-            f"Triton, compiled by {record['compiler']}. *spilled*: bytes of registers "
-            "that went to",
-            "memory; empty where no `ptxas` was there to tell.",
+            *untried(record["cases"] - len(rows)),
+            f"Compiled by {record['compiler']}; through Triton where nothing else is "
+            "said. *spilled*: bytes of",
+            "registers that went to memory; empty where no `ptxas` was there to tell. "
+            "*copies*:",
+            "instructions that copy a whole pool.",
             "",
-            "| case | holds | s | registers | spilled | temporary KiB | in place MiB |",
-            "|---|---|---|---|---|---|---|",
+            "| case | holds | s | registers | spilled | temporary KiB | in place MiB | "
+            "copies |",
+            "|---|---|---|---|---|---|---|---|",
             *(_line(row) for row in rows),
             "",
         ]
     return lines
 
 
+def untried(count: int) -> list[str]:
+    """Gives the lines that say how many cases of a record are missing."""
+    return [f"The run was cut: {count} more cases were not tried.", ""] if count else []
+
+
 def _line(row: dict[str, Any]) -> str:
     if "seconds" not in row:
-        return f"| {row['name']} | **no**: {row['why']} | | | | | |"
+        return f"| {row['name']} | **no**: {row['why']} | | | | | | |"
     cells = [
         row["name"],
         "yes" if row["ok"] else f"**no**: {row['why']}",
@@ -128,72 +150,116 @@ def _line(row: dict[str, Any]) -> str:
         *("" if row[x] is None else str(row[x]) for x in ("registers", "spilled")),
         f"{row['temporary'] / 1024:.0f}",
         f"{row['aliased'] / 2**20:.0f}",
+        str(row["copies"]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
 # --- one case -------------------------------------------------------------------------
 
-_Case = tuple[str, Callable[..., Any], list[Any], int]
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One thing to compile.
+
+    Attributes:
+        name: of the case.
+        back_end: whose kernel must be in the program: "triton" or "mosaic_gpu".
+        compile: does it.
+        in_place: bytes that must be changed in place.
+        no_spills: whether registers must not go to memory.
+    """
+
+    name: str
+    back_end: str
+    compile: Callable[[], Any]
+    in_place: int = 0
+    no_spills: bool = False
 
 
-def _run(
-    gpu: str, name: str, fn: Any, args: list[Any], pool: int, dump: Path
-) -> dict[str, Any]:
-    """Compiles one case; `pool` is the bytes that must be changed in place."""
-    row: dict[str, Any] = {"name": name}
-    for file in dump.iterdir():
-        file.unlink()
-    began = time.perf_counter()
+def _run(gpu: str, case: _Case, dump: Path) -> dict[str, Any]:
+    """Compiles one case and judges what it showed."""
+    row: dict[str, Any] = {"name": case.name}
+    for file in dump.glob("*.*"):
+        if file.is_file():
+            file.unlink()
     try:
-        compiled = _compile(GPUS[gpu], fn, args, donate=(0, 1) if pool else ())
+        shown, told = _listen(case.compile)
     except Exception as error:  # whatever a compiler raises is a result here
         text = " ".join(str(error).split())
         row |= {"ok": False, "why": f"{type(error).__name__}: {text[:300]}"}
     else:
-        memory = compiled.memory_analysis()
-        registers, spilled = _assemble(gpu, dump)
+        registers, spilled = _read_ptxas(told + _assemble(gpu, dump))
         row |= {
-            "seconds": time.perf_counter() - began,
-            "aliased": memory.alias_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
+            "seconds": shown.seconds,
+            "aliased": shown.aliased,
+            "temporary": shown.temporary,
+            "copies": shown.pool_copies,
             "registers": registers,
             "spilled": spilled,
         }
         wrong = []
-        if memory.alias_size_in_bytes < pool:
-            wrong.append(f"aliases {memory.alias_size_in_bytes} bytes of {pool}")
-        if memory.temp_size_in_bytes > _POOL_BYTES / 8:
-            wrong.append(f"temporaries of {memory.temp_size_in_bytes} bytes")
-        if "__gpu$xla.gpu.triton" not in compiled.as_text():
-            wrong.append("no Triton kernel in the program")
+        if shown.aliased < case.in_place:
+            wrong.append(f"aliases {shown.aliased} bytes of {case.in_place}")
+        if shown.temporary > (case.in_place or 2 * _POOL_BYTES) / 16:
+            wrong.append(f"temporaries of {shown.temporary} bytes")
+        if shown.pool_copies:
+            wrong.append(f"copies a pool {shown.pool_copies} times")
+        if case.back_end not in shown.kernels:
+            wrong.append(f"no kernel of {case.back_end} in the program")
+        if case.no_spills and spilled:
+            wrong.append(f"spills {spilled} bytes")
         row |= {"ok": not wrong, "why": "; ".join(wrong)}
-    print(f"{gpu} {name}: {'ok' if row['ok'] else row['why']}", flush=True)
+    print(f"{gpu} {case.name}: {'ok' if row['ok'] else row['why']}", flush=True)
     return row
 
 
-def _compile(gpu: Gpu, fn: Any, args: list[Any], donate: tuple[int, ...]) -> Any:
-    """Compiles for a GPU that need not be there."""
-    import jax
+def _listen(compile_case: Callable[[], Any]) -> tuple[Any, str]:
+    """Compiles, and gives what compilers in C++ wrote to the terminal meanwhile."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    held = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            shown = compile_case()
+        finally:
+            for number, copy in enumerate(held, 1):
+                os.dup2(copy, number)
+                os.close(copy)
+        file.seek(0)
+        return shown, file.read().decode(errors="replace")
+
+
+def _make_mesh(gpu: Gpu, devices: int = 1) -> Any:
+    """Gives a mesh of GPUs that need not be there."""
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import Mesh
 
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
         target_config=_describe(gpu),
-        topology="1x1x1",
+        topology=f"1x1x{devices}",
     )
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    whole = NamedSharding(mesh, PartitionSpec())
-    placed = [
-        jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=whole) for arg in args
-    ]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(fn, donate_argnums=donate).trace(*placed)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    return lowered.compile()
+    return Mesh(np.array(topology.devices[:devices]), ("tensor",))
+
+
+def _compile(
+    gpu: Gpu, function: Any, arguments: list[Any], pools: Sequence[int], donated: bool
+) -> Any:
+    from benchmarks.aot_compile import compile_for
+
+    return compile_for(
+        _make_mesh(gpu),
+        function,
+        arguments,
+        pools=pools,
+        donated=donated,
+        platform="cuda",
+    )
 
 
 def _describe(gpu: Gpu) -> str:
@@ -225,51 +291,89 @@ def _describe(gpu: Gpu) -> str:
     )
 
 
-def _assemble(gpu: str, dump: Path) -> tuple[int | None, int | None]:
-    """Gives the most registers and spilled bytes of any kernel, if ptxas is there."""
+def _assemble(gpu: str, dump: Path) -> str:
+    """Assembles the Triton kernels that XLA wrote down; gives what `ptxas` told."""
     ptxas = shutil.which("ptxas")
     if ptxas is None:
-        return None, None
-    registers, spilled = 0, 0
+        return ""
+    told = ""
     for file in dump.glob("*.ptx"):
-        if "tt.func" not in file.read_text() and "paged" not in file.read_text():
-            continue
-        done = subprocess.run(
-            [ptxas, "-v", f"--gpu-name={gpu}", file, "-o", os.devnull],
-            capture_output=True,
-            text=True,
-        )
-        for count in re.findall(r"Used (\d+) registers", done.stderr):
-            registers = max(registers, int(count))
-        for count in re.findall(r"(\d+) bytes spill stores", done.stderr):
-            spilled = max(spilled, int(count))
-    return (registers, spilled) if registers else (None, None)
+        if "paged" in file.read_text():
+            command = [ptxas, "-v", f"--gpu-name={gpu}", file, "-o", os.devnull]
+            told += subprocess.run(command, capture_output=True, text=True).stderr
+    return told
+
+
+def _read_ptxas(told: str) -> tuple[int | None, int | None]:
+    """Gives the most registers and spilled bytes of any kernel, if any was told."""
+    registers, spilled = (
+        [int(x) for x in re.findall(pattern, told)]
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    return max(registers, default=None), max(spilled, default=None)
 
 
 # --- the cases ------------------------------------------------------------------------
 
 
 def _cases(gpu: Gpu) -> Iterator[_Case]:
-    """Yields (name, function, arguments, bytes changed in place)."""
+    """Yields all cases of a GPU."""
+    if gpu.capability == (9, 0):
+        yield from _steps(gpu)
     for ragged in (False, True):
         for heads in _HEADS:
             for dtype in _DTYPES:
                 # A float8 that Ampere does not have is refused, not compiled.
                 if dtype != "float8_e4m3fn" or gpu.capability >= (8, 9):
-                    yield _attention(ragged, heads=heads, dtype=dtype)
+                    yield _attention(gpu, ragged, heads=heads, dtype=dtype)
         for page_size in (1, 5, 128):
-            yield _attention(ragged, page_size=page_size)
-        yield _attention(ragged, window=1000, soft_cap=30.0)
-        yield _attention(ragged, q_dtype="float32")
-        yield _attention(ragged, pages=400_000)  # needs offsets of 64 bits
+            yield _attention(gpu, ragged, page_size=page_size)
+        yield _attention(gpu, ragged, window=1000, soft_cap=30.0)
+        yield _attention(gpu, ragged, q_dtype="float32")
+        yield _attention(gpu, ragged, pages=400_000)  # needs offsets of 64 bits
     for heads in _HEADS:
         for dtype in _DTYPES:
-            yield from _pages(heads, dtype)
+            yield from _pages(gpu, "triton", heads, dtype)
+    if gpu.capability != (9, 0):
+        return
+    mosaic = partial(_attention, gpu, back_end="mosaic_gpu")
+    for ragged in (False, True):
+        for heads in (*_HEADS_MOSAIC, (8, 2, 192)):
+            for dtype in ("bfloat16", "float16"):
+                yield mosaic(ragged, heads=heads, dtype=dtype)
+        for page_size in (8, 24, 64, 128):
+            yield mosaic(ragged, page_size=page_size)
+        yield mosaic(ragged, window=1000, soft_cap=30.0)
+        yield mosaic(ragged, pages=400_000)
+    for heads in _HEADS_MOSAIC:
+        for dtype in _DTYPES:
+            yield from _pages(gpu, "mosaic_gpu", heads, dtype)
+
+
+def _steps(gpu: Gpu) -> Iterator[_Case]:
+    """Yields whole decode steps, with the kernel of either back end inside."""
+    from benchmarks import aot_models
+
+    for back_end in ("triton", "mosaic_gpu"):
+        steps = aot_models.steps(
+            partial(_make_mesh, gpu),
+            platform="cuda",
+            implementation=f"pallas_{back_end}",
+        )
+        for step in steps:
+            yield _Case(
+                f"{_PREFIX[back_end]}{step.name}",
+                back_end,
+                step.compile,
+                in_place=step.pool_bytes,
+            )
 
 
 def _attention(
+    gpu: Gpu,
     ragged: bool,
     *,
+    back_end: str = "triton",
     heads: tuple[int, int, int] = (32, 8, 128),
     dtype: str = "bfloat16",
     q_dtype: str | None = None,
@@ -280,8 +384,9 @@ def _attention(
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import gpu_triton_attention as kernels
+    from pallas_kernels import gpu_mosaic_attention, gpu_triton_attention
 
+    kernels = gpu_triton_attention if back_end == "triton" else gpu_mosaic_attention
     quantised = dtype in ("int8", "float8_e4m3fn")
     q_dtype = q_dtype or ("bfloat16" if quantised else dtype)
     slots, rows = 64, 512 if ragged else 64
@@ -297,27 +402,44 @@ def _attention(
         named = dict(zip(("k_scales", "v_scales"), scales, strict=False))
         return kernel(q, k, v, *ids, scale=0.1, **named, **options)
 
-    name = f"{'ragged' if ragged else 'decode'} H{heads[0]} K{heads[1]} D{heads[2]}"
+    kind = "ragged" if ragged else "decode"
+    name = f"{_PREFIX[back_end]}{kind} H{heads[0]} K{heads[1]} D{heads[2]}"
     name += f" {dtype}" + (f", q {q_dtype}" if q_dtype != dtype else "")
     name += f", page {page_size}" if page_size != 16 else ""
     name += f", {pages} pages" if pages else ""
     name += "".join(f", {key} {value}" for key, value in options.items())
-    return name, run, [q, pool, pool, *ids, *scales], 0
+    arguments = [q, pool, pool, *ids, *scales]
+    return _Case(
+        name,
+        back_end,
+        partial(_compile, gpu, run, arguments, (1, 2), False),
+        no_spills=not ragged and heads[2] <= 128 and q_dtype != "float32",
+    )
 
 
-def _pages(heads: tuple[int, int, int], dtype: str) -> Iterator[_Case]:
+def _pages(
+    gpu: Gpu, back_end: str, heads: tuple[int, int, int], dtype: str
+) -> Iterator[_Case]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import gpu_triton_pages as kernels
+    from pallas_kernels import gpu_mosaic_pages, gpu_triton_pages
 
+    kernels = gpu_triton_pages if back_end == "triton" else gpu_mosaic_pages
     pool = _pool(heads, dtype, 16, None)
     size = 2 * pool.size * pool.dtype.itemsize
     row = jax.ShapeDtypeStruct((128, *pool.shape[2:]), pool.dtype)
     ids = jax.ShapeDtypeStruct((128,), jnp.int32)
-    of = f"K{heads[1]} D{heads[2]} {dtype}"
-    yield f"write {of}", kernels.write_kv, [pool, pool, row, row, ids, ids], size
-    yield f"copy {of}", kernels.copy_pages, [pool, pool, ids, ids], size
+    for verb, kernel, arguments in (
+        ("write", kernels.write_kv, [pool, pool, row, row, ids, ids]),
+        ("copy", kernels.copy_pages, [pool, pool, ids, ids]),
+    ):
+        yield _Case(
+            f"{_PREFIX[back_end]}{verb} K{heads[1]} D{heads[2]} {dtype}",
+            back_end,
+            partial(_compile, gpu, kernel, arguments, (0, 1), True),
+            in_place=size,
+        )
 
 
 def _pool(

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import pagedjax as pj
-from benchmarks.aot_compile import Compiled, compile_for, make_mesh
+from benchmarks.aot_compile import Compiled, compile_for
 from pagedjax.models import CONFIGS, Llama, LlamaConfig
 from pagedjax.models._tensor_parallel import _CUT_AXES
 from pagedjax.nnx import functional
@@ -48,24 +49,41 @@ class Step:
     pool_bytes: int
 
 
-def steps(chip: str) -> Iterator[Step]:
-    """Yields the decode steps: one chip, and four chips sharded over kv heads."""
-    yield _step(chip, "smollm2-135m", CONFIGS["smollm2-135m"], devices=1)
-    yield _step(chip, "llama-3-8b", _LLAMA3_8B, devices=4)
+def steps(
+    make_mesh: Callable[[int], Mesh],
+    *,
+    platform: str = "tpu",
+    implementation: str | None = None,
+) -> Iterator[Step]:
+    """Yields the decode steps: one device, and four, sharded over kv heads.
+
+    Args:
+        make_mesh: makes a mesh of so many devices along the axis "tensor".
+        platform: "tpu" or "cuda".
+        implementation: of attention; None for the default.
+    """
+    for name, config, devices in (
+        ("smollm2-135m", CONFIGS["smollm2-135m"], 1),
+        ("llama-3-8b", _LLAMA3_8B, 4),
+    ):
+        options = (platform, implementation)
+        yield _step(make_mesh, name, config, devices, *options)
 
 
 def _step(
-    chip: str,
+    make_mesh: Callable[[int], Mesh],
     name: str,
     config: LlamaConfig,
-    *,
     devices: int,
+    platform: str,
+    implementation: str | None,
+    *,
     slots: int = 64,
     num_pages: int = 4096,
     page_size: int = 16,
 ) -> Step:
     """Returns one step in bfloat16; every device holds its own kv heads."""
-    apply, params = _abstract(config, "tensor" if devices > 1 else None)
+    graph, params = _abstract(config, "tensor" if devices > 1 else None)
     table = jax.eval_shape(
         lambda: pj.init_page_table(
             num_pages=num_pages,
@@ -90,7 +108,8 @@ def _step(
         table, plan, ok = pj.append(table, jnp.ones_like(tokens), max_tokens=1)
         pool = pj.copy_pages(pool, plan)
         batch = pj.pack_decode(table, ok)
-        pool, logits = apply(params, pool, tokens, batch, None)
+        model = nnx.merge(graph, params)
+        pool, logits = model(pool, tokens, batch, implementation=implementation)
         return pool, table, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     heads = P(None, None, "tensor" if devices > 1 else None)
@@ -98,7 +117,7 @@ def _step(
     specs = (cuts, heads, P(), P())
 
     def compile_step() -> Compiled:
-        mesh = make_mesh(chip, devices)
+        mesh = make_mesh(devices)
         run: Callable[..., Any] = step
         if devices > 1:
             run = jax.shard_map(
@@ -113,18 +132,20 @@ def _step(
             donated=True,
             specs=specs,
             results=(pools, None, None),
+            platform=platform,
         )
 
+    kind = "chip" if platform == "tpu" else "GPU"
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     return Step(
-        f"decode step of {name}, {devices} chip{'s' * (devices > 1)}",
+        f"decode step of {name}, {devices} {kind}{'s' * (devices > 1)}",
         compile_step,
         held // devices,
     )
 
 
 def _abstract(config: LlamaConfig, tensor_axis: str | None) -> tuple[Any, Any]:
-    """Returns (apply, the shapes of its parameters) without any parameters."""
+    """Returns a model's structure and the shapes of its parameters."""
     tiny = dataclasses.replace(
         config, num_layers=1, hidden_size=8, ffn_size=8, vocab_size=8
     )
@@ -148,7 +169,7 @@ def _abstract(config: LlamaConfig, tensor_axis: str | None) -> tuple[Any, Any]:
         "gate_up": (config.num_layers, 2 * ffn, width),
         "down": (config.num_layers, width, ffn),
     }
-    return apply, {
+    return apply.graphdef, {
         name: jax.ShapeDtypeStruct(shapes[name], held.dtype)
         for name, held in params.items()
     }

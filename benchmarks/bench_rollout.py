@@ -1,13 +1,15 @@
 """Rollouts against batches that wait for their longest member, and one at a time.
 
-A random Llama of 4 layers (8 heads, 4 of keys and values, width 512, vocabulary 2,048)
-in float32: a real model would take the benchmark's time without changing what is
-compared. 256 prompts of 16 to 512 tokens, budgets of 16 to 256 tokens, 32 slots. A
-batch of `generate` runs until its longest sample has ended, because a static batch has
-one budget; its prompts are padded to the longest (`static`), or not (`unpadded`).
-Only tokens that were asked for count. The occupancy of the slots and the share of the
-token places in used pages that hold a token are written as curves to
-`build/rollout.svg`.
+A random Llama of the widths of SmolLM2-135M with 8 of its 30 layers and a vocabulary
+of 8,192, in float32, 132 MB: weights are what a step costs, as in serving. 256
+prompts of 16 to 512 tokens, budgets of 16 to 256 tokens, 32 slots. A batch of
+`generate` runs until its longest sample has ended, because a static batch has one
+budget; its prompts are padded to the longest (`padded`), or not. Only tokens that
+were asked for count, prefill included in the time. Forward passes that feed prompts
+have 256 tokens in all of them. Batches do the same work one after the other, so 2 of
+the 8 are run, before and between the rollouts, and scaled to 8; so are 8 prompts
+alone. The occupancy of the slots and the share of the token places in used pages that
+hold a token are written as curves to `build/rollout.svg`.
 """
 
 import functools
@@ -28,15 +30,16 @@ PROMPTS, SLOTS = 256, 32
 LENGTHS, BUDGETS = (16, 512), (16, 256)
 ONE_BY_ONE = 8  # prompts run one at a time; the rest is scaled
 CONFIG = LlamaConfig(
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
+    num_layers=8,
+    num_heads=9,
+    num_kv_heads=3,
     head_dim=64,
-    hidden_size=512,
-    ffn_size=1408,
-    vocab_size=2048,
+    hidden_size=576,
+    ffn_size=1536,
+    vocab_size=8192,
     max_seq_len=1024,
 )
+OPTIONS: dict[str, Any] = dict(max_new_tokens=BUDGETS[1], page_size=16, chunk_size=256)
 PLOT = Path(__file__).parents[1] / "build" / "rollout.svg"
 
 
@@ -53,66 +56,74 @@ def _against_batches(model: pj.PagedModel, params: Any) -> Iterator[Case]:
     budgets = rng.integers(*BUDGETS, PROMPTS, dtype=np.int32, endpoint=True)
     prompts = rng.integers(1, CONFIG.vocab_size, (PROMPTS, LENGTHS[1]), dtype=np.int32)
     asked = int(budgets.sum())
-    generate = functools.partial(
-        pj.generate, model, params, max_new_tokens=BUDGETS[1], page_size=16
-    )
-    outs: dict[str, Any] = {}
+    outs: dict[bool, pj.Rollout] = {}
 
-    def continuous(budgets: Any = budgets) -> None:
-        outs["rollout"] = jax.block_until_ready(
+    def continuous(longest_first: bool, budgets: Any = budgets) -> None:
+        outs[longest_first] = jax.block_until_ready(
             pj.rollout(
                 *(model, params, prompts, lens),
                 budgets=budgets,
-                max_new_tokens=BUDGETS[1],
                 num_slots=SLOTS,
+                longest_first=longest_first,
+                **OPTIONS,
             )
         )
 
-    def static(padded: bool, num_prompts: int = PROMPTS) -> None:
-        for i in range(0, num_prompts, SLOTS):
-            part = slice(i, i + SLOTS)
-            real = None if padded else lens[part]
-            jax.block_until_ready(generate(prompts[part], real))
+    def static(is_padded: bool, batch: int) -> None:
+        part = slice(batch * SLOTS, (batch + 1) * SLOTS)
+        real = None if is_padded else lens[part]
+        jax.block_until_ready(
+            pj.generate(model, params, prompts[part], real, **OPTIONS)
+        )
 
-    continuous(np.zeros_like(budgets))  # compiles
-    static(True, SLOTS)
-    seconds = interleave(
-        {
-            "rollout": continuous,
-            "static": functools.partial(static, True),
-            "unpadded": functools.partial(static, False),
-        },
-        repeats=1,
-        warmup=0,
+    seconds: dict[str, list[float]] = {}
+
+    def measure(name: str, run: Callable[..., None], *args: Any) -> None:
+        begin = time.perf_counter()
+        run(*args)
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+
+    continuous(True, np.zeros_like(budgets))  # compiles
+    static(True, 0)
+    alone = _make_alone(model, params, prompts, lens, budgets)
+    alone(0)
+    for batch, longest_first in ((0, True), (1, False)):
+        measure("padded", static, True, batch)
+        measure("not padded", static, False, batch)
+        measure(f"longest first: {longest_first}", continuous, longest_first)
+        for i in range(batch, ONE_BY_ONE, 2):
+            measure("alone", alone, i)
+    batches = PROMPTS // SLOTS
+    padded, unpadded = (
+        batches * float(np.mean(seconds[name])) for name in ("padded", "not padded")
     )
-    alone = _one_by_one(model, params, prompts, lens, budgets)
-    rollout = seconds["rollout"][0]
+    single = sum(seconds["alone"]) * asked / int(budgets[:ONE_BY_ONE].sum())
     settings = dict(
         prompts=PROMPTS, slots=SLOTS, lengths=LENGTHS, budgets=BUDGETS, asked=asked
     )
-    for name, other in (
-        ("static batches, padded to the longest", seconds["static"][0]),
-        ("static batches, prompts not padded", seconds["unpadded"][0]),
-        (f"one at a time, {ONE_BY_ONE} prompts scaled to all", alone),
+    for order, longest_first, name, other in (
+        ("", True, "static batches, padded to the longest", padded),
+        ("", True, "static batches, prompts not padded", unpadded),
+        ("", True, f"one at a time, {ONE_BY_ONE} prompts scaled to all", single),
+        (" in the order given", False, "static batches, padded", padded),
     ):
+        (took,) = seconds[f"longest first: {longest_first}"]
         yield Case(
-            f"rollout of 256 prompts against {name}",
-            asked / rollout,
+            f"rollout of 256 prompts{order} against {name}",
+            asked / took,
             "tokens/s",
             "its speed",
-            other / rollout,
+            other / took,
             settings,
         )
-    yield from _curves(outs["rollout"].stats, settings)
+    yield from _curves(outs[True].stats, settings)
 
 
-def _one_by_one(
+def _make_alone(
     model: pj.PagedModel, params: Any, prompts: Any, lens: Any, budgets: Any
-) -> float:
-    """Runs some prompts alone, each to its own budget, and scales to all tokens."""
-    start = functools.partial(
-        pj.start_generation, model, params, max_new_tokens=BUDGETS[1], page_size=16
-    )
+) -> Callable[[int], None]:
+    """Makes a function that runs one prompt alone, to its own budget."""
+    start = functools.partial(pj.start_generation, model, params, **OPTIONS)
 
     def run(i: int) -> None:
         state = start(prompts[i : i + 1], lens[i : i + 1])
@@ -120,12 +131,7 @@ def _one_by_one(
         state = pj.continue_generation(model, params, state, num_steps=steps)
         jax.block_until_ready(state)
 
-    run(0)
-    begin = time.perf_counter()
-    for i in range(ONE_BY_ONE):
-        run(i)
-    took = time.perf_counter() - begin
-    return took * float(budgets.sum()) / float(budgets[:ONE_BY_ONE].sum())
+    return run
 
 
 def _curves(stats: pj.RolloutStats, settings: dict[str, Any]) -> Iterator[Case]:

@@ -50,6 +50,7 @@ def run_rollout(
     eos_ids: jax.Array,
     budgets: jax.Array,
     reserve: jax.Array,
+    longest_first: jax.Array,
     *,
     model: PagedModel,
     max_new_tokens: int,
@@ -71,6 +72,7 @@ def run_rollout(
         eos_ids,
         budgets,
         reserve,
+        longest_first,
         model=model,
         max_new_tokens=max_new_tokens,
         num_samples=num_samples,
@@ -133,6 +135,7 @@ def _make_requests(
     eos_ids: jax.Array,
     budgets: jax.Array,
     reserve: jax.Array,
+    longest_first: jax.Array,
     *,
     model: PagedModel,
     max_new_tokens: int,
@@ -153,8 +156,18 @@ def _make_requests(
         eos_ids=eos_ids,
         sampling=sampling,
         reserve=reserve,
+        ranks=_ranks_of(jnp.where(longest_first, -limits, 0), num_samples),
         num_samples=num_samples,
     )
+
+
+def _ranks_of(sizes: jax.Array, num_samples: int) -> jax.Array:
+    """Ranks requests by their prompts' sizes, int32[R]; equal ones in their order."""
+    order = jnp.argsort(sizes, stable=True)
+    places = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    ranks = jnp.zeros_like(places).at[order].set(places)
+    samples = jnp.arange(num_samples, dtype=jnp.int32)
+    return (ranks[:, None] * num_samples + samples[None, :]).ravel()
 
 
 def _first_status(work: Requests, table: PageTable) -> jax.Array:

@@ -1,8 +1,8 @@
 """Who gets a row and pages of a rollout, and who has to give them back.
 
-`admit_next` looks at the head of the queue: the lowest request that waits. First
-come, first served: one that is turned away is tried again when a row has ended or has
-all its tokens in the cache, and nobody passes it. It shares what it can::
+`admit_next` looks at the head of the queue: the waiting request of the lowest rank.
+First come, first served: one that is turned away is tried again when a row has ended
+or has all its tokens in the cache, and nobody passes it. It shares what it can::
 
     the prompt's other samples   fork a live one at prompt_len - 1 tokens
     other prompts, equal starts  attach the pages that the prefix index finds
@@ -45,7 +45,9 @@ def admit_next(work: Requests, state: RolloutState) -> RolloutState:
     """Gives the head of the queue a row, or leaves all as it was."""
     size, slots = state.table.page_size, state.table.max_slots
     n = work.num_samples
-    request = jnp.argmax(state.waiting).astype(jnp.int32)
+    last = state.waiting.shape[0]  # behind any that waits
+    ranks = jnp.where(state.waiting, work.ranks, last)
+    request = jnp.argmin(ranks).astype(jnp.int32)
     slot = jnp.argmin(state.live).astype(jnp.int32)
     prompt = request // n
     tokens, prompt_len = work.prompts[prompt], work.prompt_lens[prompt]

@@ -33,6 +33,7 @@ class Requests:
       eos_ids: int32[E]; the end tokens.
       sampling: how tokens are chosen.
       reserve: bool[]; admit only what fits to its end.
+      ranks: int32[R]; the place of each request in the queue, a permutation.
       num_samples: samples of each prompt (static).
     """
 
@@ -43,6 +44,7 @@ class Requests:
     eos_ids: jax.Array
     sampling: Sampling
     reserve: jax.Array
+    ranks: jax.Array
     num_samples: int = dataclasses.field(metadata={"static": True})
 
 
@@ -105,7 +107,7 @@ class RolloutState:
       fed: int32[S]; tokens of each row that are written; the table has room for
         more while a row still feeds.
       order: int32[S]; number of its admission; lower = older.
-      waiting: bool[R]; requests to admit, lowest first.
+      waiting: bool[R]; requests to admit, lowest rank first.
       retry: bool[]; something has changed since the last request was turned away.
       tokens: int32[R, M]; what was produced.
       logprobs: float32[R, M]; their log-probabilities.

@@ -79,18 +79,20 @@ def rollout(
     num_pages: int | None = None,
     chunk_size: int = 128,
     reserve: Any = False,
+    longest_first: Any = False,
     prefix_entries: int | None = None,
 ) -> Rollout:
     """Continues every prompt, `num_slots` samples at a time, in one jitted program.
 
-    The requests, sample after sample and prompt after prompt, are admitted in order.
+    The requests are admitted sample after sample and prompt after prompt, in order
+    or the largest budget first.
     Samples of one prompt share its pages, and so do prompts that start alike: the
     full pages of the prompts are remembered until others need the room.
 
     The tokens are those of `generate` with the same key and seeds. They depend
     neither on `num_slots` nor on `page_size`, `num_pages`, `chunk_size`,
-    `prefix_entries` or `reserve`, up to rounding of the logits. A second call with
-    the same shapes compiles nothing, whatever the other numbers.
+    `prefix_entries`, `reserve` or `longest_first`, up to rounding of the logits. A
+    second call with the same shapes compiles nothing, whatever the other numbers.
 
     Args:
       model: the model.
@@ -119,6 +121,11 @@ def rollout(
         admits more at a time, which pays where most samples end early; when pages
         run out the request admitted last gives its own back, and what it had is
         computed again later. May be traced.
+      longest_first: True admits prompts in the order of their budgets, the largest
+        first and equal ones in their order. Otherwise a long one admitted late runs
+        on when there is nothing left for the other rows (the rule and its bound:
+        R. L. Graham, https://doi.org/10.1137/0117039). Pays where budgets differ and
+        are mostly used up. May be traced.
       prefix_entries: pages of prompts to remember for prompts that start alike;
         0 = none; default: those of all prompts, at most 1,024.
 
@@ -184,6 +191,7 @@ def rollout(
         *arrays,
         limits,
         options.as_flag("reserve", reserve),
+        options.as_flag("longest_first", longest_first),
         model=model,
         num_slots=slots,
         prefix_entries=ops.as_size("prefix_entries", prefix_entries, low=0),

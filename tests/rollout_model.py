@@ -81,6 +81,7 @@ class Simulation:
         params,
         eos,
         reserve,
+        longest_first,
         *,
         num_samples,
         num_slots,
@@ -96,6 +97,7 @@ class Simulation:
             eos,
         )
         self.reserve, self.n, self.num_slots = reserve, num_samples, num_slots
+        self.longest_first = longest_first
         self.num_pages, self.size = num_pages, page_size
         self.num_entries, self.num_places = prefix_entries, num_places
         total = len(prompts) * num_samples
@@ -142,8 +144,12 @@ class Simulation:
     def may_admit(self):
         return self.retry and self.waiting and len(self.rows) < self.num_slots
 
+    def rank(self, request):
+        size = self.budgets[request // self.n] if self.longest_first else 0
+        return -size, request
+
     def admit(self):
-        request = min(self.waiting)
+        request = min(self.waiting, key=self.rank)
         slot = min(set(range(self.num_slots)) - set(self.rows))
         b = request // self.n
         prompt = self.prompts[b]

@@ -113,14 +113,9 @@ def test_going_on_from_generated_tokens(greedy):
 # --- what must not matter -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5])
-def test_chunk_size(sampled, chunk_size):
-    same(run(**SAMPLED, chunk_size=chunk_size), sampled)
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_page_size(sampled, page_size):
-    same(run(**SAMPLED, page_size=page_size), sampled)
+@pytest.mark.parametrize(("page_size", "chunk_size"), [(1, 5), (3, 1), (16, 5)])
+def test_page_and_chunk_size(sampled, page_size, chunk_size):
+    same(run(**SAMPLED, page_size=page_size, chunk_size=chunk_size), sampled)
 
 
 def test_values_that_nobody_owns(sampled):

@@ -192,6 +192,16 @@ def test_reserving_avoids_preemption():
     assert int(over.stats.num_steps) < int(reserved.stats.num_steps)
 
 
+def test_the_longest_come_first():
+    budgets = [1, 2, 6, 4, 6]
+    in_order = run_toy(TOYS, budgets=budgets)
+    out = run_toy(TOYS, budgets=budgets, longest_first=True)
+    assert in_order.stats.admitted_at[:, 0].tolist() == [0, 2, 2, 2, 4]
+    assert out.stats.admitted_at[:, 0].tolist() == [8, 6, 0, 0, 0]
+    assert int(out.stats.num_steps) < int(in_order.stats.num_steps)
+    assert out.tokens.tolist() == in_order.tokens.tolist()
+
+
 def test_a_common_start_is_prefilled_once():
     prompts = [[1, 2, 3, 4, n] for n in range(5)]
     out = run_toy(prompts)

@@ -10,8 +10,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def test_the_reward_rises():
     grpo = runpy.run_path(str(EXAMPLES / "grpo.py"))
-    curve = grpo["train"](num_steps=25)
-    assert np.mean(curve[-5:]) > np.mean(curve[:3]) + 0.15
+    curve = grpo["train"](num_steps=80)
+    first, *_, last = np.split(np.array(curve), 4)
+    assert np.mean(last) > np.mean(first) + 0.3
+    assert np.min(last) > np.mean(first) + 0.1  # and stays
     picture = grpo["draw"](curve)
     assert picture.startswith("<svg") and picture.count(",") == len(curve) + 2
 

@@ -24,7 +24,7 @@ SIZES = {
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def run(size, num_places, params, prompts, lens, budgets, eos, reserve, num_free):
+def run(size, num_places, params, prompts, lens, budgets, eos, flags, num_free):
     """Runs a rollout in a pool of which only `num_free` pages are to be had."""
     num_samples, num_slots, page_size, num_pages, entries, chunk_size, _ = size
 
@@ -45,7 +45,7 @@ def run(size, num_places, params, prompts, lens, budgets, eos, reserve, num_free
             jnp.arange(BATCH, dtype=jnp.int32),
             eos,
             budgets,
-            reserve,
+            *flags,
             model=MODEL,
             max_new_tokens=NEW,
             num_samples=num_samples,
@@ -80,7 +80,8 @@ def draw_scenario(rng, size):
     one = -(-(LENGTH + NEW) // page_size)
     num_free = int(rng.integers(one // 2, min(3 * one, num_pages) + 1))
     eos = int(rng.integers(0, VOCAB)) if rng.random() < 0.3 else -1
-    return prompts, budgets, params, eos, bool(rng.integers(2)), num_free
+    flags = tuple(bool(rng.integers(2)) for _ in range(2))
+    return prompts, budgets, params, eos, flags, num_free
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -91,7 +92,7 @@ def test_rollouts_follow_the_simulation(name):
     rng = np.random.default_rng(list(name.encode()))
     seen = dict(preempted=0, unservable=0, stopped=0, found=0, forked=0, copied=0)
     for i in range(runs):
-        prompts, budgets, params, eos, reserve, num_free = draw_scenario(rng, size)
+        prompts, budgets, params, eos, flags, num_free = draw_scenario(rng, size)
         tokens = np.zeros((BATCH, LENGTH), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -104,7 +105,7 @@ def test_rollouts_follow_the_simulation(name):
             lens,
             np.array(budgets, np.int32),
             np.array([eos], np.int32),
-            reserve,
+            flags,
             np.int32(num_free),
         )
         want = Simulation(
@@ -112,7 +113,7 @@ def test_rollouts_follow_the_simulation(name):
             budgets,
             params,
             eos,
-            reserve,
+            *flags,
             num_samples=num_samples,
             num_slots=num_slots,
             num_pages=num_free,
@@ -138,7 +139,7 @@ def test_rollouts_follow_the_simulation(name):
             *(want.fed, want.forked, want.found),
             *(want.copied, want.peak if want.steps else num_free - num_pages),
         ], i
-        if reserve:
+        if flags[0]:  # reserve
             assert not want.preemptions or not any(want.preemptions), i
         audit(state, num_free)
         seen["preempted"] += sum(want.preemptions)

@@ -44,16 +44,25 @@ def call(run: str, model: Any, params: Any, *arrays: jax.Array) -> Any:
     return out.tokens, out.lengths, out.status, out.logprobs
 
 
-@pytest.mark.parametrize("run", ["generate", "rollout"])
-def test_two_by_two_devices_give_the_tokens_of_one(run: str) -> None:
+def make_arrays() -> tuple[jax.Array, ...]:
+    """Gives prompts, their lengths, and their seeds."""
     prompts = np.zeros((4, 6), np.int32)
     for row, prompt in zip(prompts, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     lens = jnp.array([len(prompt) for prompt in PROMPTS], jnp.int32)
-    arrays = (jnp.asarray(prompts), lens, jnp.arange(4, dtype=jnp.int32))
-    llama = Llama(CONFIG, rngs=nnx.Rngs(0))
-    want = call(run, *llama.paged(), *arrays)
+    return jnp.asarray(prompts), lens, jnp.arange(4, dtype=jnp.int32)
 
+
+@pytest.fixture(scope="module")
+def want() -> Any:
+    """What one device generates; a rollout has the same tokens."""
+    model, params = Llama(CONFIG, rngs=nnx.Rngs(0)).paged()
+    return call("generate", model, params, *make_arrays())
+
+
+@pytest.mark.parametrize("run", ["generate", "rollout"])
+def test_two_by_two_devices_give_the_tokens_of_one(run: str, want: Any) -> None:
+    llama = Llama(CONFIG, rngs=nnx.Rngs(0))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     model, params, specs = llama.sharded(mesh)
     sharded = jax.shard_map(
@@ -62,7 +71,7 @@ def test_two_by_two_devices_give_the_tokens_of_one(run: str) -> None:
         in_specs=(specs, *[Spec("data")] * 3),
         out_specs=Spec("data"),
     )
-    got = jax.jit(sharded)(params, *arrays)
+    got = jax.jit(sharded)(params, *make_arrays())
     for mine, theirs in zip(got[:3], want[:3], strict=True):
         assert mine.tolist() == theirs.tolist()
     np.testing.assert_allclose(got[3], want[3], atol=1e-4)
