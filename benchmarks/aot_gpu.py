@@ -413,7 +413,7 @@ def _attention(
         name,
         back_end,
         partial(_compile, gpu, run, arguments, (1, 2), False),
-        no_spills=not ragged and heads[2] <= 128 and q_dtype != "float32",
+        no_spills=not ragged and heads[2] <= 128,
     )
 
 

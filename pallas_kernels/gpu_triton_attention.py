@@ -92,7 +92,9 @@ def paged_attention(
             mesh_axes.result((num_splits, slots, heads, head_dim), jnp.float32, q),
             mesh_axes.result((num_splits, slots, heads), jnp.float32, q),
         ),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=sizes.NUM_STAGES),
+        compiler_params=plt.CompilerParams(
+            num_warps=sizes.num_warps_of_decode(geometry), num_stages=sizes.NUM_STAGES
+        ),
         interpret=interpret,
         name="paged_attention_decode",
     )

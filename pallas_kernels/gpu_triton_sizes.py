@@ -11,6 +11,9 @@ _HALVES = ("float16", "bfloat16")
 # and later (99 KiB a block on sm_86) next to everything else.
 _SHARED_BYTES = 64 * 1024
 NUM_STAGES = 2
+# Of a block of keys whose products are float32's: those are multiplied by the threads,
+# operands in registers, and more would spill them.
+_FLOAT32_ELEMENTS = 2048
 _QUERY_BYTES = 32 * 1024  # of a ragged block, all its query heads together
 _MOST_ROWS = 64  # of a ragged block, query heads counted
 
@@ -111,7 +114,8 @@ def plan(
     padded_dim = max(16, pl.next_power_of_2(head_dim))
     if block_tokens is None:
         token_bytes = 2 * padded_dim * jnp.dtype(dot_dtype).itemsize * NUM_STAGES
-        block_tokens = min(max(_SHARED_BYTES // token_bytes, 16), 128)
+        most = _FLOAT32_ELEMENTS // padded_dim if dot_dtype == "float32" else 128
+        block_tokens = max(min(_SHARED_BYTES // token_bytes, most), 16)
     if block_tokens & (block_tokens - 1):
         raise ValueError(f"block_tokens must be a power of two, got {block_tokens}")
     group = q.shape[1] // kv_heads
@@ -129,6 +133,11 @@ def plan(
         window=window,
         soft_cap=soft_cap,
     )
+
+
+def num_warps_of_decode(geometry: Geometry) -> int:
+    """Choose the warps of a decode program: more for operands in registers."""
+    return 8 if geometry.dot_dtype == "float32" else 4
 
 
 def rows_of_block(geometry: Geometry) -> int:
