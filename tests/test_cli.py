@@ -600,7 +600,12 @@ def test_ctrl_c(run, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sys, "stdin", Stdin)
-    assert run("--prompts-file", "-") == (130, "", "pagedjax: interrupted\n")
+    # A process started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run("--prompts-file", "-") == (130, "", "pagedjax: interrupted\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start(*argv, **environment):
