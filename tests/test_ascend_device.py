@@ -1,4 +1,8 @@
-"""A pool on a mock NPU, and on the host: versions, values, errors, closing."""
+"""A pool on a mock NPU, and on the host: versions, values, errors, closing.
+
+The file is long because every test holds for both places, and both run through the same
+fixtures and the few programs that those compile.
+"""
 
 import dataclasses
 import functools
