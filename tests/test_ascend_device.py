@@ -1,7 +1,7 @@
 """A pool on a mock NPU, and on the host: versions, values, errors, closing.
 
-The file is long because its tests share the fixtures that open pools in both places, and
-the few programs that those compile.
+The file is long because its tests share the fixtures that open pools in both places,
+and the few programs that those compile.
 """
 
 import dataclasses
