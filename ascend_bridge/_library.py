@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 
 import jax
 
@@ -50,8 +49,5 @@ def register() -> tuple[bool, str]:
 
 def _recorded_reason() -> str:
     """Return what the build said when it made no library."""
-    try:
-        record = json.loads((build.HERE / build.RECORD).read_text())
-        return str(record["reason"])
-    except (OSError, ValueError, KeyError):
-        return "run `python -m ascend_bridge.build`"
+    record = build.read_record(build.HERE)
+    return record.reason if record else "run `python -m ascend_bridge.build`"

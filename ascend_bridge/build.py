@@ -20,6 +20,7 @@ where the package and jax cannot be imported.
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -35,6 +36,8 @@ __all__ = ["BuildError", "BuildRecord", "build_host", "include_dir"]
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "host_executor"
+DEVICE = HERE / "device_executor"
+KERNELS = HERE / "kernels"
 LIBRARY = "_host.so"
 RECORD = "_host.json"
 COMMON_FLAGS = (
@@ -102,10 +105,13 @@ class BuildRecord:
     Attributes:
         built: whether there is a library.
         reason: why not, or which compiler and headers.
+        made_from: a hash of what the library is made from; a build with the same
+            hash does nothing.
     """
 
     built: bool
     reason: str
+    made_from: str = ""
 
 
 def build_host(
@@ -123,7 +129,8 @@ def build_host(
         headers: folder of `xla/ffi/api`; None means those of the installed jaxlib.
 
     Returns:
-        What was done. Never raises for a missing compiler or header.
+        What was done; also where the library stands already, made from the same
+        sources by the same compiler. Never raises for a missing compiler or header.
 
     Example:
         >>> import tempfile
@@ -138,18 +145,29 @@ def build_host(
         command = find_compiler(compiler)
         include = pathlib.Path(headers) if headers is not None else include_dir()
         version = ffi_version(include)
+        reason = f"{command}, FFI headers {version[0]}.{version[1]}"
+        record = BuildRecord(True, reason, _hash_of_inputs(command, reason))
+        if (target / LIBRARY).exists() and read_record(target) == record:
+            return record
         compile_library(
             target / LIBRARY,
             command,
             (*CORE_SOURCES, *DEVICE_SOURCES, "ffi.cc"),
             include=include,
         )
-        record = BuildRecord(True, f"{command}, FFI headers {version[0]}.{version[1]}")
     except BuildError as error:
         (target / LIBRARY).unlink(missing_ok=True)
         record = BuildRecord(False, str(error))
     (target / RECORD).write_text(json.dumps(dataclasses.asdict(record)) + "\n")
     return record
+
+
+def read_record(target: str | os.PathLike[str] = HERE) -> BuildRecord | None:
+    """Return what the last build into a folder did; None if there was none."""
+    try:
+        return BuildRecord(**json.loads((pathlib.Path(target) / RECORD).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def find_compiler(compiler: str | None = None) -> str:
@@ -251,6 +269,19 @@ def compile_library(
             link.append("-ldl")  # part of libc since glibc 2.34
         _run([*link, "-shared"] if shared else link)
         os.replace(fresh, output)
+
+
+def _hash_of_inputs(compiler: str, reason: str) -> str:
+    """Hash the sources, this file, and what the compiler says it is."""
+    digest = hashlib.sha256(
+        f"{reason}\n{_run([*compiler.split(), '--version'])}".encode()
+    )
+    files = [pathlib.Path(__file__)]
+    for folder in (SOURCES, DEVICE, KERNELS):
+        files += sorted(folder.glob("*.h")) + sorted(folder.glob("*.cc"))
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _target_of(compiler: str) -> str:

@@ -341,6 +341,10 @@ def _cases(gpu: Gpu) -> Iterator[_Case]:
         for heads in (*_HEADS_MOSAIC, (8, 2, 192)):
             for dtype in ("bfloat16", "float16"):
                 yield mosaic(ragged, heads=heads, dtype=dtype)
+        for dtype in ("int8", "float8_e4m3fn"):
+            for heads in ((32, 8, 128), (16, 4, 64), (4, 4, 256)):
+                yield mosaic(ragged, heads=heads, dtype=dtype)
+            yield mosaic(ragged, dtype=dtype, q_dtype="float16")
         for page_size in (8, 24, 64, 128):
             yield mosaic(ragged, page_size=page_size)
         yield mosaic(ragged, window=1000, soft_cap=30.0)

@@ -28,7 +28,7 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     return gpu_mosaic_sizes.supports(
         q_dtype=call.q_dtype,
         kv_dtype=call.kv_dtype,
-        has_scales=call.has_scales,
+        kv_heads=call.num_kv_heads,
         group=call.group_size,
         head_dim=call.head_dim,
         page_size=call.page_size,

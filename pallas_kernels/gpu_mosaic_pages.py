@@ -1,7 +1,8 @@
 """Writing and copying pages on Hopper through Mosaic GPU, in place: TMA and no more.
 
-What is moved goes from global to shared memory and back, as it is, in any dtype. The
-pools are handed over as references, so that a donated one is changed where it lies.
+What is moved goes from global to shared memory and back, as it is, in any dtype: pages,
+or the scales of quantised ones. The pools are handed over as references, so that a
+donated one is changed where it lies.
 """
 
 import math
@@ -23,7 +24,7 @@ def supports(width: int, dtype: Any) -> tuple[bool, str]:
     """Return whether rows can be moved, and the reason if they cannot.
 
     Args:
-        width: elements of a token's keys, K * D.
+        width: elements of a row: of a token's keys, K * D, or of a whole page.
         dtype: of the pages.
 
     Returns:
@@ -32,14 +33,11 @@ def supports(width: int, dtype: Any) -> tuple[bool, str]:
     Example:
         >>> from pallas_kernels import gpu_mosaic_pages
         >>> gpu_mosaic_pages.supports(10, "int8")
-        (False, 'the keys of a token take 10 bytes, TMA moves multiples of 16')
+        (False, 'a row takes 10 bytes, TMA moves multiples of 16')
     """
     size = width * jnp.dtype(dtype).itemsize
     if size % 16:
-        return (
-            False,
-            f"the keys of a token take {size} bytes, TMA moves multiples of 16",
-        )
+        return False, f"a row takes {size} bytes, TMA moves multiples of 16"
     return True, ""
 
 
@@ -56,9 +54,9 @@ def write_kv(
     """Store the keys and values of some tokens.
 
     Args:
-        k_pages: [pages, page_size, K, D]; donate it.
+        k_pages: [pages, page_size, K, D], or scales [pages, page_size, K]; donate it.
         v_pages: as `k_pages`.
-        k: [T, K, D], in the dtype of the pages.
+        k: [T, K, D] or [T, K], in the dtype of the pages.
         v: as `k`.
         pages: int32[T]; a token whose page or offset is out of range is not stored.
         offsets: int32[T].
@@ -68,7 +66,7 @@ def write_kv(
         The pages of keys and of values.
 
     Raises:
-        NotImplementedError: a token's keys are no multiple of 16 bytes.
+        NotImplementedError: a token's row is no multiple of 16 bytes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,8 +79,8 @@ def write_kv(
         >>> call[0].shape
         (2, 2, 1, 8)
     """
-    num_pages, page_size, kv_heads, head_dim = k_pages.shape
-    row = _cut(kv_heads * head_dim, k_pages.dtype)
+    num_pages, page_size = k_pages.shape[:2]
+    row = _cut(math.prod(k_pages.shape[2:]), k_pages.dtype)
     flat = (num_pages, page_size, *row)
     new = tuple(x.reshape(x.shape[0], *row) for x in (k, v))
 
@@ -118,7 +116,7 @@ def copy_pages(
     """Copy whole pages: the copies that copy-on-write asks for.
 
     Args:
-        k_pages: [pages, page_size, K, D]; donate it.
+        k_pages: [pages, page_size, K, D], or scales [pages, page_size, K]; donate it.
         v_pages: as `k_pages`.
         src_pages: int32[M]; no page may be both a source and a destination.
         dst_pages: int32[M]; a pair with an id out of range does nothing.
@@ -128,7 +126,7 @@ def copy_pages(
         The pages of keys and of values.
 
     Raises:
-        NotImplementedError: a token's keys are no multiple of 16 bytes.
+        NotImplementedError: a page is no multiple of 16 bytes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -138,9 +136,8 @@ def copy_pages(
         >>> call[1].shape
         (4, 2, 1, 8)
     """
-    num_pages, page_size, kv_heads, head_dim = k_pages.shape
-    lines, lanes = _cut(kv_heads * head_dim, k_pages.dtype)
-    lines *= page_size
+    num_pages = k_pages.shape[0]
+    lines, lanes = _cut(math.prod(k_pages.shape[1:]), k_pages.dtype)
     most = _PART_BYTES // (lanes * jnp.dtype(k_pages.dtype).itemsize)
     of_part = _largest_divisor(lines, min(_MOST, most))
 

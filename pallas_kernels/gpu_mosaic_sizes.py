@@ -9,7 +9,9 @@ import jax.numpy as jnp
 BLOCK_ROWS = 64  # rows of a block: what one warp group multiplies at a time
 BLOCK_TOKENS = 64  # keys of a turn
 COLUMNS = 64  # of values that are multiplied at a time
+SCALE_HEADS = 4  # kv heads whose scales come together: the 16 bytes that TMA moves
 _HALVES = ("bfloat16", "float16")
+_QUANTISED = ("int8", "float8_e4m3fn")
 # Two blocks of rows share the 227 KiB of a core; 1 KiB each is the system's.
 _SHARED_BYTES = 112 * 1024
 _MOST_STAGES = 4
@@ -23,6 +25,7 @@ class Geometry:
         page_size: tokens in a page.
         num_pages: pages of the arrays.
         head_dim: D.
+        quantised: whether pages are widened, and have scales.
         chunk: tokens that one copy brings: all of one page.
         stages: turns whose keys and values are on their way or in use.
         scale: factor of the scores.
@@ -33,6 +36,7 @@ class Geometry:
     page_size: int
     num_pages: int
     head_dim: int
+    quantised: bool
     chunk: int
     stages: int
     scale: float
@@ -62,7 +66,7 @@ def supports(
     *,
     q_dtype: str,
     kv_dtype: str,
-    has_scales: bool,
+    kv_heads: int,
     group: int,
     head_dim: int,
     page_size: int,
@@ -72,7 +76,7 @@ def supports(
     Args:
         q_dtype: dtype name of the queries.
         kv_dtype: dtype name of the pages.
-        has_scales: whether the pages are quantised.
+        kv_heads: K.
         group: query heads per kv head, G.
         head_dim: D.
         page_size: tokens in a page.
@@ -83,22 +87,24 @@ def supports(
     Example:
         >>> from pallas_kernels import gpu_mosaic_sizes
         >>> gpu_mosaic_sizes.supports(
-        ...     q_dtype="bfloat16", kv_dtype="bfloat16", has_scales=False, group=4,
+        ...     q_dtype="bfloat16", kv_dtype="bfloat16", kv_heads=8, group=4,
         ...     head_dim=128, page_size=5,
         ... )
         (False, 'page_size 5 is no multiple of 8, the rows of a tile that TMA fills')
     """
-    if has_scales:
+    if q_dtype not in _HALVES:
         return False, (
-            "quantised pages need the scales of one kv head, which lie K apart; TMA "
-            "wants the last axis whole"
+            f"wgmma multiplies bfloat16 and float16, the queries are {q_dtype}"
         )
-    if kv_dtype not in _HALVES:
-        return False, f"wgmma multiplies bfloat16 and float16, the pages are {kv_dtype}"
-    if q_dtype != kv_dtype:
+    if kv_dtype not in (q_dtype, *_QUANTISED):
         return False, (
             f"wgmma wants both of one dtype, the queries are {q_dtype} and the pages "
             f"{kv_dtype}"
+        )
+    if kv_dtype in _QUANTISED and kv_heads % SCALE_HEADS:
+        return False, (
+            f"the scales of {kv_heads} kv heads take {4 * kv_heads} bytes a token, TMA "
+            "moves multiples of 16"
         )
     if head_dim % COLUMNS or head_dim > 256:
         return False, f"head_dim {head_dim} is none of 64, 128, 192 and 256"
@@ -116,6 +122,7 @@ def supports(
 
 
 def plan(
+    q: jax.Array,
     k_pages: jax.Array,
     *,
     scale: float,
@@ -126,6 +133,7 @@ def plan(
     """Choose the sizes of a call.
 
     Args:
+        q: [..., D].
         k_pages: [pages, page_size, K, D].
         scale: see `Geometry`, and so below.
         window: see there.
@@ -134,15 +142,21 @@ def plan(
     """
     num_pages, page_size, _, head_dim = k_pages.shape
     size = jnp.dtype(k_pages.dtype).itemsize
+    quantised = jnp.dtype(k_pages.dtype).name in _QUANTISED
     if stages is None:
-        of_turn = 2 * BLOCK_TOKENS * head_dim * size
+        of_turn = 2 * BLOCK_TOKENS * (head_dim * size + 4 * SCALE_HEADS * quantised)
         # The queries; the weights in two halves; a part of the result in float32.
-        rest = BLOCK_ROWS * (head_dim * size + 2 * BLOCK_TOKENS * size + COLUMNS * 4)
+        rest = BLOCK_ROWS * (head_dim * 2 + 2 * BLOCK_TOKENS * 2 + COLUMNS * 4)
+        if quantised:
+            # Widened keys, then values in their place if those have the same dtype.
+            tiles = 1 if jnp.dtype(q.dtype).name == "bfloat16" else 2
+            rest += BLOCK_TOKENS * (head_dim * 2 * tiles + 2 * 4)
         stages = min(max((_SHARED_BYTES - rest) // of_turn, 2), _MOST_STAGES)
     return Geometry(
         page_size=page_size,
         num_pages=num_pages,
         head_dim=head_dim,
+        quantised=quantised,
         chunk=math.gcd(page_size, BLOCK_TOKENS),
         stages=stages,
         scale=scale,

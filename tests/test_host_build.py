@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -66,6 +67,36 @@ def test_the_hook_builds_without_the_package(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "jaxlib is not installed" in done.stdout or "compiler" in done.stdout
+
+
+def test_what_stands_is_not_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def compile_library(output: Path, *_: Any, **__: Any) -> None:
+        output.write_text("a library")
+        made.append(output)
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    monkeypatch.setattr(build, "find_compiler", lambda _: "g++ -O3")
+    monkeypatch.setattr(build, "_run", lambda _: "12.2")
+    first = build.build_host(tmp_path)
+    assert build.build_host(tmp_path) == first == build.read_record(tmp_path)
+    assert len(made) == 1
+    (tmp_path / build.LIBRARY).unlink()
+    build.build_host(tmp_path)
+    assert len(made) == 2
+    monkeypatch.setattr(build, "_run", lambda _: "14.1")
+    assert build.build_host(tmp_path) != first
+    assert len(made) == 3
+    source = tmp_path / "changed.cc"
+    source.write_text("int one;")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    build.build_host(tmp_path)
+    source.write_text("int two;")
+    build.build_host(tmp_path)
+    assert len(made) == 5
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 The interpreter is public from jax 0.11 on; `make core312` runs these there. It plays
 the copies, barriers and warp groups of the GPU, fills fresh memory with NaN and looks
-for races.
+for races, but not where wgmma reads: `watch_products` does. `mutate_pallas_mosaic.py`
+says what of all that is noticed.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import pytest
 from attention_cases import Arrays, assert_matches_oracle, make_arrays
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
+from pallas_tpu_cases import quantise
 
 import pagedjax as pj
 from pallas_kernels import (
@@ -30,8 +33,8 @@ interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
     reason=f"NOT TESTED: jax {jax.__version__} cannot interpret Mosaic GPU kernels",
 )
-# Two slots hold nothing, one a token, one exactly a turn of 64 keys, one three turns.
-SEQ_LENS = [0, 1, 64, 17, 150, 0]
+# Two slots hold nothing, one a token, one exactly a turn of 64 keys, one five turns.
+SEQ_LENS = [0, 1, 64, 17, 270, 0]
 Q_LENS = [0, 1, 40, 1, 3, 0]
 
 
@@ -40,14 +43,45 @@ def run_free_of_races(fn: Any, *args: Any, **options: Any) -> Any:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    results = jax.jit(functools.partial(fn, **options))(*map(jnp.asarray, args))
-    results = jax.tree.map(np.asarray, results)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_callbacks, "wgmma", watch_products(gpu_callbacks))
+        results = jax.jit(functools.partial(fn, **options))(*map(jnp.asarray, args))
+        results = jax.tree.map(np.asarray, results)
     assert not gpu_callbacks.get_races().races_found
     return results
 
 
+def watch_products(interpreter: Any) -> Callable:
+    """Return the interpreter's wgmma, made to find reads of what has not arrived.
+
+    A product must come after every write of what it multiplies: after the wait for a
+    copy, and after the `commit_smem` that shows it what threads have stored.
+    """
+    from jax._src.pallas.mosaic.interpret import race_detection_state as ranges
+
+    multiply = interpreter.wgmma
+
+    def watched(**call: Any) -> Any:
+        memory, races = interpreter._get_shared_memory(), interpreter.get_races()
+        clock = memory.get_clock(call["thread"]).async_smem_clock
+        for side in ("a", "b"):
+            key = interpreter.HostAllocationKey.from_array(
+                call[f"{side}_allocation_key_as_array"]
+            )
+            where = interpreter._remove_noop_transforms(call[f"{side}_transforms"])
+            access = memory.access(key, jax.tree.map(int, where))
+            races.check_read(call["thread"], clock, key, access)
+            for _, written, range_, _ in races.writes[key]:
+                late = (written.clock > clock.clock).any()
+                if late and ranges._ranges_overlap(access.range, range_):
+                    races.races_found = True
+        return multiply(**call)
+
+    return watched
+
+
 def run(arrays: Arrays, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return (out, lse) of the kernel."""
+    """Return (out, lse) of the kernel; `options` as its keyword arguments."""
     options = {"scale": arrays.q.shape[-1] ** -0.5, "stages": 2, **options}
     kernel = gpu_mosaic_attention.paged_attention
     if arrays.cu_q_lens is not None:
@@ -82,12 +116,60 @@ def test_matches_oracle(case: dict, ragged: bool) -> None:
     assert_matches_oracle(arrays, *run(arrays, num_splits=2, **options), **options)
 
 
+QUANTISED = [
+    dict(kv_dtype="int8", heads=(8, 4)),
+    dict(kv_dtype="float8_e4m3fn", heads=(4, 4), page_size=24, window=70),
+    dict(
+        kv_dtype="float8_e4m3fn",
+        heads=(8, 8),
+        page_size=8,
+        head_dim=128,
+        q_dtype="float16",
+        window=20,
+        soft_cap=2.5,
+    ),
+]
+
+
+@interpreted
+@BOTH
+@pytest.mark.parametrize("case", QUANTISED, ids=str)
+def test_quantised_pages(case: dict, ragged: bool) -> None:
+    shapes = dict(case)
+    options = {x: shapes.pop(x) for x in ("window", "soft_cap") if x in case}
+    kv_dtype, q_dtype = shapes.pop("kv_dtype"), shapes.pop("q_dtype", "bfloat16")
+    arrays = arrays_of(ragged=ragged, **{**shapes, "dtype": "float32"})
+    arrays.q = arrays.q.astype(jnp.dtype(q_dtype))
+    held, scales = quantise(arrays, jnp.dtype(kv_dtype))
+    if kv_dtype != "int8":
+        unowned = ~held.owned()
+        held.k_pages[unowned] = held.v_pages[unowned] = np.nan
+    out, lse = run(held, num_splits=2, **options, **scales)
+    assert out.dtype == jnp.dtype(q_dtype)
+    assert_matches_oracle(arrays, out, lse, **options)
+
+
 @interpreted
 @BOTH
 def test_nan_that_a_row_may_see_shows(ragged: bool) -> None:
     arrays = arrays_of(ragged=ragged)
     arrays.v_pages[arrays.page_indices[3, 0], 0, 1] = np.nan
-    out, _ = run(arrays, num_splits=1)
+    assert_only_one_is_nan(run(arrays, num_splits=1)[0], ragged)
+
+
+@interpreted
+@BOTH
+def test_nan_scale_that_a_row_may_see_shows(ragged: bool) -> None:
+    arrays = arrays_of(ragged=ragged, heads=(8, 4), dtype="float32")
+    arrays.q = arrays.q.astype(jnp.bfloat16)
+    held, scales = quantise(arrays, jnp.int8)
+    seen = held.page_indices[3, 0]
+    scales["v_scales"] = scales["v_scales"].at[seen, 0, 1:].set(jnp.nan)
+    assert_only_one_is_nan(run(held, num_splits=1, **scales)[0], ragged)
+
+
+def assert_only_one_is_nan(out: np.ndarray, ragged: bool) -> None:
+    """Check that the row of slot 3 is NaN from its head 2 on, and no other row."""
     rows = np.array([41 if ragged else 3])
     assert np.isnan(out[rows, 2:].astype(np.float32)).all()
     others = np.delete(out, rows, axis=0).astype(np.float32)
@@ -97,17 +179,22 @@ def test_nan_that_a_row_may_see_shows(ragged: bool) -> None:
 # --- pages ----------------------------------------------------------------------------
 
 
-def draw_pages(dtype: str) -> tuple[np.ndarray, ...]:
+def draw_pages(dtype: str, row: tuple[int, ...] = (3, 16)) -> tuple[np.ndarray, ...]:
+    """Return keys and values in 6 pages of 5 tokens; scales for a row without dims."""
     rng = np.random.default_rng(0)
-    shape = (2, 6, 5, 3, 16)
+    shape = (2, 6, 5, *row)
     return tuple((100 * rng.standard_normal(shape)).astype(jnp.dtype(dtype)))
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_tokens_are_written_where_they_belong(dtype: str) -> None:
-    held = draw_pages(dtype)
-    new = tuple(x[:2].reshape(10, 3, 16)[:8] for x in draw_pages(dtype))
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [("bfloat16", (3, 16)), ("int8", (3, 16)), ("float32", (4,))],
+    ids=str,
+)
+def test_tokens_are_written_where_they_belong(dtype: str, row: tuple) -> None:
+    held = draw_pages(dtype, row)
+    new = tuple(x[:2].reshape(10, *row)[:8] for x in draw_pages(dtype, row))
     pages = np.array([0, 5, 6, -1, 3, 3, 2**31 - 1, 2], np.int32)
     offsets = np.array([0, 4, 0, 0, 1, 2, 0, 9], np.int32)
     got = run_free_of_races(gpu_mosaic_pages.write_kv, *held, *new, pages, offsets)
@@ -119,9 +206,13 @@ def test_tokens_are_written_where_they_belong(dtype: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-def test_pages_are_copied_and_no_others_change(dtype: str) -> None:
-    held = draw_pages(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "row"),
+    [("float32", (3, 16)), ("float8_e4m3fn", (3, 16)), ("float32", (4,))],
+    ids=str,
+)
+def test_pages_are_copied_and_no_others_change(dtype: str, row: tuple) -> None:
+    held = draw_pages(dtype, row)
     src = np.array([1, 6, 2, 0, -1, 1], np.int32)
     dst = np.array([3, 4, 5, -1, 4, 0], np.int32)
     got = run_free_of_races(gpu_mosaic_pages.copy_pages, *held, src, dst)
@@ -133,8 +224,10 @@ def test_pages_are_copied_and_no_others_change(dtype: str) -> None:
 
 def test_rows_that_tma_cannot_move_are_refused() -> None:
     pages, ids = jnp.zeros((2, 2, 1, 10), jnp.int8), jnp.zeros(1, jnp.int32)
-    with pytest.raises(NotImplementedError, match="10 bytes, TMA moves multiples"):
+    with pytest.raises(NotImplementedError, match="20 bytes, TMA moves multiples"):
         gpu_mosaic_pages.copy_pages(pages, pages, ids, ids)
+    with pytest.raises(NotImplementedError, match="10 bytes, TMA moves multiples"):
+        gpu_mosaic_pages.write_kv(pages, pages, pages[0], pages[0], ids, ids)
 
 
 # --- blocks ---------------------------------------------------------------------------
@@ -173,11 +266,17 @@ def on_gpu(kind: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @BOTH
-def test_a_named_kernel_is_in_the_program(ragged: bool) -> None:
-    arrays = arrays_of(ragged=ragged)
+@pytest.mark.parametrize("quantised", [False, True], ids=["", "int8"])
+def test_a_named_kernel_is_in_the_program(quantised: bool, ragged: bool) -> None:
+    arrays = arrays_of(ragged=ragged, heads=(4, 4))
     attention = pj.ragged_paged_attention if ragged else pj.paged_attention
+    options: dict[str, Any] = {"implementation": "pallas_mosaic_gpu"}
+    if quantised:
+        scales = jnp.ones(arrays.k_pages.shape[:3])
+        options |= {"k_scales": scales, "v_scales": scales}
+        arrays.k_pages, arrays.v_pages = 2 * [np.zeros(arrays.k_pages.shape, np.int8)]
     with on_gpu("NVIDIA H200"):
-        run = functools.partial(attention, implementation="pallas_mosaic_gpu")
+        run = functools.partial(attention, **options)
         traced = jax.jit(run).trace(*arrays.args())
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
@@ -199,9 +298,11 @@ def test_only_hopper_is_usable() -> None:
     [
         ({}, ""),
         (dict(head_dim=256, page_size=24, group=64), ""),
-        (dict(kv_dtype="int8", has_scales=True), "quantised pages need the scales"),
-        (dict(kv_dtype="float32"), "the pages are float32"),
-        (dict(q_dtype="float32"), "the queries are float32 and the pages bfloat16"),
+        (dict(kv_dtype="int8"), ""),
+        (dict(kv_dtype="float8_e4m3fn", q_dtype="float16", kv_heads=4), ""),
+        (dict(kv_dtype="int8", kv_heads=6), "of 6 kv heads take 24 bytes a token"),
+        (dict(kv_dtype="float32"), "queries are bfloat16 and the pages float32"),
+        (dict(q_dtype="float32"), "float16, the queries are float32"),
         (dict(head_dim=80), "head_dim 80 is none of"),
         (dict(head_dim=320), "head_dim 320 is none of"),
         (dict(page_size=12), "page_size 12 is no multiple of 8"),
@@ -212,7 +313,7 @@ def test_what_the_kernels_cannot_do_has_a_reason(change: dict, reason: str) -> N
     call = dict(
         q_dtype="bfloat16",
         kv_dtype="bfloat16",
-        has_scales=False,
+        kv_heads=8,
         group=4,
         head_dim=128,
         page_size=16,
