@@ -50,15 +50,16 @@ PJ_INLINE void amx_end() { _tile_release(); }
 struct AmxFactor {
   const char* tiles;
   int64_t outer;  // bytes from one outer tile to the next
-  int64_t parts;
 };
 
 // c(m, n) = a(m) b(n), or with `add` c(m, n) + a(m) b(n), for m < 2 and n < Columns,
-// where c(m, n) lies at c + m * c_row + n * c_column. Parts i, j with i + j < 3 count.
+// where c(m, n) lies at c + m * c_row + n * c_column. Parts i, j with i + j < 3 count;
+// their order loads few tiles anew. Callers walk a and come back to b: a is loaded past
+// the first cache, which is too small for both and for what between() writes.
 //
 // The products keep their own unit of the processor busy for 64 cycles at a time; in
 // that time between() does something else with the vectors.
-template <int Columns, class Between>
+template <int AParts, int BParts, int Columns, class Between>
 PJ_INLINE void amx_multiply(AmxFactor a, AmxFactor b, int64_t steps, bool add, char* c,
                             int64_t c_row, int64_t c_column, Between between) {
   // The tile loads do not tell the compiler what they read.
@@ -79,20 +80,25 @@ PJ_INLINE void amx_multiply(AmxFactor a, AmxFactor b, int64_t steps, bool add, c
     }
   }
   for (int64_t step = 0; step < steps; ++step) {
-    for (int64_t i = 0; i < a.parts; ++i) {
-      const char* a_tile = a.tiles + (step * a.parts + i) * kTileBytes;
-      _tile_loadd(4, a_tile, 64);
-      _tile_loadd(5, a_tile + a.outer, 64);
-      for (int64_t j = 0; j < b.parts && i + j < kFloatParts; ++j) {
-        const char* b_tile = b.tiles + (step * b.parts + j) * kTileBytes;
-        _tile_loadd(6, b_tile, 64);
+    const char* a_tile = a.tiles + step * AParts * kTileBytes;
+    const char* b_tile = b.tiles + step * BParts * kTileBytes;
+    int held = -1;  // the part of b in the registers
+    PJ_UNROLL for (int i = AParts - 1; i >= 0; --i) {
+      _tile_stream_loadd(4, a_tile + i * kTileBytes, 64);
+      _tile_stream_loadd(5, a_tile + i * kTileBytes + a.outer, 64);
+      const int some = BParts < kFloatParts - i ? BParts : kFloatParts - i;
+      const int first = held < 0 ? 0 : held;
+      PJ_UNROLL for (int n = 0; n < some; ++n) {
+        const int j = (first + n) % some;
+        if (j != held) _tile_loadd(6, b_tile + j * kTileBytes, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 5, 6);
         if (Columns == 2) {
-          _tile_loadd(7, b_tile + b.outer, 64);
+          if (j != held) _tile_loadd(7, b_tile + j * kTileBytes + b.outer, 64);
           _tile_dpbf16ps(2, 4, 7);
           _tile_dpbf16ps(3, 5, 7);
         }
+        held = j;
         between();
       }
     }
@@ -105,14 +111,13 @@ PJ_INLINE void amx_multiply(AmxFactor a, AmxFactor b, int64_t steps, bool add, c
   }
 }
 
-// How often amx_multiply calls between().
-PJ_INLINE int64_t amx_products(int64_t steps, int64_t a_parts, int64_t b_parts) {
+// How often amx_multiply calls between() in a step.
+constexpr int64_t amx_products(int64_t a_parts, int64_t b_parts) {
   int64_t products = 0;
   for (int64_t i = 0; i < a_parts; ++i) {
-    const int64_t left = kFloatParts - i;
-    products += left < b_parts ? left : b_parts;
+    products += b_parts < kFloatParts - i ? b_parts : kFloatParts - i;
   }
-  return steps * products;
+  return products;
 }
 
 // The bfloat16 part of x in its own place: the upper half of each lane.

@@ -11,7 +11,8 @@
 
 namespace {
 
-constexpr int64_t kTileKeys = 64;  // keys at a time: their parts fit the second cache
+constexpr int64_t kTileKeys = 128;  // keys at a time: their parts fit the second cache
+constexpr int64_t kWord = 64;       // tokens that a number holds a bit of
 
 // Sizes of a tile task. Weights always have three parts: a result near 0 is a difference
 // of large numbers, whatever its format.
@@ -19,6 +20,7 @@ struct AmxSizes {
   int64_t dims, steps;  // D, padded to tiles; tiles of 32 of it
   int64_t tiles;        // of 16 query rows
   int64_t q_parts, kv_parts;
+  bool plain;  // pages that hold whole steps of bfloat16: read as they are
 };
 
 PJ_INLINE AmxSizes amx_sizes(const Problem& p, int64_t num_rows) {
@@ -26,8 +28,12 @@ PJ_INLINE AmxSizes amx_sizes(const Problem& p, int64_t num_rows) {
   s.dims = round_up(p.head_dim, kTileDepth);
   s.steps = s.dims / kTileDepth;
   s.tiles = round_up(num_rows * p.group(), kTileSide) / kTileSide;
-  s.q_parts = amx_parts(p.q_dtype);
   s.kv_parts = amx_parts(p.kv_dtype);
+  // More parts than a format needs are zeros; five combinations are enough.
+  s.q_parts = amx_parts(p.q_dtype);
+  if (s.q_parts < s.kv_parts) s.q_parts = s.kv_parts;
+  if (s.kv_parts == 1 && s.q_parts == 2) s.q_parts = kFloatParts;
+  s.plain = p.kv_dtype == DType::kBF16 && p.head_dim == s.dims;
   return s;
 }
 
@@ -35,9 +41,9 @@ struct AmxBuffers {
   char* q;          // tiles [query tile][step][part]
   char* keys;       // tiles [key tile][step][part]
   char* values;     // tiles [dim tile][32 keys][part]
-  char* weights;    // tiles [2][32 keys][part]
+  char* weights;    // tiles [2 turns][2][32 keys][part]
   float* out;       // [query tile][dims][16]
-  float* scores;    // [2 turns][2][kTileKeys][16]
+  float* scores;    // [3 turns][2][kTileKeys][16]
   float* staging;   // [32][dims]
   VF* max;          // [query tile]
   VF* sum;          // [query tile]
@@ -57,9 +63,9 @@ PJ_INLINE AmxBuffers amx_buffers(const AmxSizes& s, void* scratch) {
   b.q = take(s.tiles * s.steps * s.q_parts * kTileBytes);
   b.keys = take(kTileKeys / kTileSide * s.steps * s.kv_parts * kTileBytes);
   b.values = take(s.dims / kTileSide * (kTileKeys / kTileDepth) * s.kv_parts * kTileBytes);
-  b.weights = take(2 * (kTileKeys / kTileDepth) * kFloatParts * kTileBytes);
+  b.weights = take(2 * 2 * (kTileKeys / kTileDepth) * kFloatParts * kTileBytes);
   b.out = (float*)take(s.tiles * s.dims * 64);
-  b.scores = (float*)take(2 * 2 * kTileKeys * 64);
+  b.scores = (float*)take(3 * 2 * kTileKeys * 64);
   b.staging = (float*)take(kTileDepth * s.dims * 4);
   b.max = (VF*)take(s.tiles * 64);
   b.sum = (VF*)take(s.tiles * 64);
@@ -96,7 +102,9 @@ PJ_INLINE void amx_pack_queries(const Problem& p, const TileTask& task, const Am
     }
     char* to = b.q + (tile * s.steps + step) * s.q_parts * kTileBytes;
     for (int i = 0; i < W; ++i) {
-      const VF x = square[0][i], y = square[1][i];
+      // Keys that are copied have neighbours as pairs.
+      const VF x = s.plain ? square[i / 8][2 * i % W] : square[0][i];
+      const VF y = s.plain ? square[i / 8][2 * i % W + 1] : square[1][i];
       s.q_parts == 3   ? split_pair<3>(x, y, to + i * 64)
       : s.q_parts == 2 ? split_pair<2>(x, y, to + i * 64)
                        : split_pair<1>(x, y, to + i * 64);
@@ -104,88 +112,133 @@ PJ_INLINE void amx_pack_queries(const Problem& p, const TileTask& task, const Am
   }
 }
 
-// Keys or values of 32 tokens as float32, with zeros up to `dims` and after the last
-// token; where the pages hold just that, they are read in place.
-PJ_INLINE void amx_stage(const Problem& p, const void* pages, const int64_t* rows,
-                         int64_t count, int64_t head, int64_t dims, float* staging,
-                         const float** tokens) {
-  const bool in_place = p.kv_dtype == DType::kF32 && p.head_dim == dims;
+// Where the keys or values of 32 tokens lie as float32, or as bfloat16 in plain pages, with
+// zeros up to `dims` and after the last token; where the pages hold just that, in place.
+PJ_INLINE void amx_stage(const Problem& p, const AmxSizes& s, const void* pages,
+                         const int64_t* rows, int64_t count, int64_t head, float* staging,
+                         const char** tokens) {
+  const bool in_place = s.plain || (p.kv_dtype == DType::kF32 && p.head_dim == s.dims);
+  const int64_t bytes = s.dims * dtype_bytes(p.kv_dtype);
   for (int64_t i = 0; i < kTileDepth; ++i) {
     const int64_t at = i < count ? rows[i] * p.num_kv_heads + head : 0;
-    tokens[i] = staging + i * dims;
+    tokens[i] = (const char*)(staging + i * s.dims);
     if (i >= count) {
-      memset(staging + i * dims, 0, (size_t)(dims * 4));
+      memset(staging + i * s.dims, 0, (size_t)(s.dims * 4));
     } else if (in_place) {
-      tokens[i] = (const float*)pages + at * dims;
+      tokens[i] = (const char*)pages + at * bytes;
     } else {
-      widen_kv(p.kv_dtype, pages, nullptr, at, p.head_dim, staging + i * dims);
+      widen_kv(p.kv_dtype, pages, nullptr, at, p.head_dim, staging + i * s.dims);
     }
   }
 }
 
 template <int Parts>
-PJ_INLINE void amx_pack_keys_as(const AmxSizes& s, const float* const* tokens, char* to) {
+PJ_INLINE void amx_pack_keys(const AmxSizes& s, const char* const* tokens, char* to) {
   for (int64_t i = 0; i < kTileDepth; ++i) {
     char* row = to + i / kTileSide * s.steps * Parts * kTileBytes + i % kTileSide * 64;
-    for (int64_t step = 0; step < s.steps; ++step) {
-      const float* from = tokens[i] + step * kTileDepth;
-      split_pair<Parts>(load(from), load(from + W), row + step * Parts * kTileBytes);
+    for (int64_t step = 0; step < s.steps; ++step, row += Parts * kTileBytes) {
+      if (Parts == 1 && s.plain) {
+        memcpy(row, tokens[i] + step * 64, 64);
+      } else {
+        const float* from = (const float*)tokens[i] + step * kTileDepth;
+        split_pair<Parts>(load(from), load(from + W), row);
+      }
     }
   }
 }
 
+// Packs the values of 32 tokens; false if some are not finite.
 template <int Parts>
-PJ_INLINE void amx_pack_values_as(const AmxSizes& s, const float* const* tokens, char* to) {
+PJ_INLINE bool amx_pack_values(const AmxSizes& s, const char* const* tokens, char* to) {
   const int64_t outer = kTileKeys / kTileDepth * Parts * kTileBytes;
+  VF odd[2] = {zero(), zero()};
   for (int64_t d = 0; d < s.dims; d += W, to += outer) {
     VF square[2][W];
     PJ_UNROLL for (int half = 0; half < 2; ++half) {
-      PJ_UNROLL for (int i = 0; i < W; ++i) square[half][i] = load(tokens[half * W + i] + d);
+      PJ_UNROLL for (int i = 0; i < W; ++i) {
+        square[half][i] = load((const float*)tokens[half * W + i] + d);
+        odd[half] += square[half][i] * splat(0.0f);
+      }
       transpose(square[half]);
     }
     PJ_UNROLL for (int i = 0; i < W; ++i) {
       split_pair<Parts>(square[0][i], square[1][i], to + i * 64);
     }
   }
+  odd[0] += odd[1];
+  return _mm512_cmp_ps_mask((__m512)odd[0], (__m512)odd[0], _CMP_UNORD_Q) == 0;
+}
+
+// The same for plain bfloat16: pairs first, then half as much to transpose.
+PJ_INLINE bool amx_pack_values_plain(const AmxSizes& s, const char* const* tokens, char* to) {
+  const int64_t outer = kTileKeys / kTileDepth * kTileBytes;
+  const __m512i size = _mm512_set1_epi16(0x7fff);
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t d = 0; d < s.dims; d += kTileDepth, to += 2 * outer) {
+    VF square[2][W];
+    PJ_UNROLL for (int i = 0; i < W; ++i) {
+      const __m512i x = _mm512_loadu_si512(tokens[i] + 2 * d);
+      const __m512i y = _mm512_loadu_si512(tokens[i + W] + 2 * d);
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(x, size));
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(y, size));
+      square[0][i] = (VF)_mm512_unpacklo_epi16(x, y);
+      square[1][i] = (VF)_mm512_unpackhi_epi16(x, y);
+    }
+    // The interleaving takes four dims of each eight: 0-3, 8-11, ... and 4-7, 12-15, ...
+    PJ_UNROLL for (int half = 0; half < 2; ++half) {
+      transpose(square[half]);
+      PJ_UNROLL for (int i = 0; i < W; ++i) {
+        char* row = to + i / 8 * outer + (i / 4 % 2 * 8 + half * 4 + i % 4) * 64;
+        memcpy(row, &square[half][i], 64);
+      }
+    }
+  }
+  return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80)) == 0;
 }
 
 // Takes out the tokens with a value that is not finite, and returns them, a bit each: 0
 // times such a value is not 0, and there are queries that may not see it.
-PJ_INLINE uint32_t amx_take_out(int64_t dims, int64_t count, float* staging,
-                                const float** tokens) {
-  uint32_t found = 0;
+static uint64_t amx_take_out(const Problem& p, const AmxSizes& s, const int64_t* rows,
+                             int64_t count, int64_t head, float* staging,
+                             const char** tokens) {
+  uint64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
+    float* row = staging + i * s.dims;
+    widen_kv(p.kv_dtype, p.v_pages, nullptr, rows[i] * p.num_kv_heads + head, p.head_dim, row);
     VF odd = zero();
-    for (int64_t d = 0; d < dims; d += W) odd += load(tokens[i] + d) * splat(0.0f);
+    for (int64_t d = 0; d < s.dims; d += W) odd += load(row + d) * splat(0.0f);
     if (_mm512_cmp_ps_mask((__m512)odd, (__m512)odd, _CMP_UNORD_Q) == 0) continue;
-    found |= 1u << i;
-    memset(staging + i * dims, 0, (size_t)(dims * 4));
-    tokens[i] = staging + i * dims;
+    found |= (uint64_t)1 << i;
+    memset(row, 0, (size_t)(s.dims * 4));
+    tokens[i] = (const char*)row;
   }
   return found;
 }
 
-// Packs the keys and values of `count` tokens, zeros after them; returns the tokens whose
-// values were taken out.
-static uint64_t amx_pack(const Problem& p, const AmxSizes& s, int64_t head,
-                         const int64_t* rows, int64_t count, const AmxBuffers& b) {
-  uint64_t out = 0;
-  const float* tokens[kTileDepth];
+// Packs the keys and values of `count` tokens, zeros after them; `out` receives the
+// tokens whose values were taken out.
+template <int Parts>
+static void amx_pack(const Problem& p, const AmxSizes& s, int64_t head, const int64_t* rows,
+                     int64_t count, const AmxBuffers& b, uint64_t* out) {
+  const char* tokens[kTileDepth];
   for (int64_t t = 0; t < count; t += kTileDepth) {
     const int64_t some = count - t < kTileDepth ? count - t : kTileDepth;
-    amx_stage(p, p.k_pages, rows + t, some, head, s.dims, b.staging, tokens);
-    char* keys = b.keys + t / kTileSide * s.steps * s.kv_parts * kTileBytes;
-    s.kv_parts == 3   ? amx_pack_keys_as<3>(s, tokens, keys)
-    : s.kv_parts == 2 ? amx_pack_keys_as<2>(s, tokens, keys)
-                     : amx_pack_keys_as<1>(s, tokens, keys);
-    amx_stage(p, p.v_pages, rows + t, some, head, s.dims, b.staging, tokens);
-    out |= (uint64_t)amx_take_out(s.dims, some, b.staging, tokens) << t;
-    char* values = b.values + t / kTileDepth * s.kv_parts * kTileBytes;
-    s.kv_parts == 3   ? amx_pack_values_as<3>(s, tokens, values)
-    : s.kv_parts == 2 ? amx_pack_values_as<2>(s, tokens, values)
-                     : amx_pack_values_as<1>(s, tokens, values);
+    amx_stage(p, s, p.k_pages, rows + t, some, head, b.staging, tokens);
+    amx_pack_keys<Parts>(s, tokens, b.keys + t / kTileSide * s.steps * Parts * kTileBytes);
+    amx_stage(p, s, p.v_pages, rows + t, some, head, b.staging, tokens);
+    char* to = b.values + t / kTileDepth * Parts * kTileBytes;
+    const auto pack = [&] {
+      return Parts == 1 && s.plain ? amx_pack_values_plain(s, tokens, to)
+                                   : amx_pack_values<Parts>(s, tokens, to);
+    };
+    uint64_t found = 0;
+    if (!pack()) {
+      found = amx_take_out(p, s, rows + t, some, head, b.staging, tokens);
+      pack();
+    }
+    if (t % kWord == 0) out[t / kWord] = 0;
+    out[t / kWord] |= found << t % kWord;
   }
-  return out;
 }
 
 }  // namespace

@@ -356,18 +356,23 @@ void test_odd_values_stay_where_they_are_seen() {
   const float odd[] = {std::numeric_limits<float>::quiet_NaN(), HUGE_VALF};
   int count = 0;
   const Kernels* const* all = all_kernels(&count);
-  for (int round = 0; round < 4; ++round) {
+  for (int round = 0; round < 16; ++round) {
+    const bool infinite = round % 4 == 1, key = round % 4 == 2;
+    const int32_t length = round & 4 ? 150 : 90;  // the bad token is the 29th last
     Options o;
     o.dim = 32;
-    o.lens = {90};
+    o.kv_dtype = round & 8 ? DType::kBF16 : DType::kF32;
+    o.lens = {length};
     o.q_lens = {50};
-    o.window = round == 3 ? 20 : 0;
+    o.window = round % 4 == 3 ? 20 : 0;
     const Case c(o);
-    const int64_t token = 61, page = c.table[token / o.page_size];
+    const int64_t token = length - 29, page = c.table[token / o.page_size];
     const int64_t row = page * o.page_size + token % o.page_size;
     Case bad = c;
-    float* values = reinterpret_cast<float*>(round == 2 ? bad.k.data() : bad.v.data());
-    values[(row * o.kv_heads + 1) * o.dim + 3] = odd[round == 1];
+    const int64_t bytes = dtype_bytes(o.kv_dtype);
+    char* at = (key ? bad.k : bad.v).data() + ((row * o.kv_heads + 1) * o.dim + 3) * bytes;
+    // The upper half of a float32 is the bfloat16.
+    std::memcpy(at, reinterpret_cast<const char*>(&odd[infinite]) + 4 - bytes, bytes);
     for (int i = 0; i < count; ++i) {
       Threads threads;
       run_attention(c.problem(), threads.executor(1), *all[i]);
@@ -375,7 +380,7 @@ void test_odd_values_stay_where_they_are_seen() {
       const float* want = reinterpret_cast<const float*>(c.out.data());
       const float* got = reinterpret_cast<const float*>(bad.out.data());
       for (int64_t t = 0; t < 50; ++t) {
-        const int64_t position = 40 + t;
+        const int64_t position = length - 50 + t;
         const bool sees = position >= token && (o.window == 0 || position < token + o.window);
         for (int64_t h = 0; h < o.heads; ++h) {
           bool same = true, finite = true;
