@@ -41,7 +41,11 @@ class Case:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], Any]], *, repeats: int = 7, warmup: int = 1
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int = 7,
+    warmup: int = 1,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
     """Times several functions in turn: a, b, a, b, ...
 
@@ -49,6 +53,8 @@ def interleave(
       runs: name -> function; each must block until its work is done.
       repeats: counted rounds.
       warmup: rounds before, not counted (compilation).
+      before: called before each of them, not counted. A read of other memory lets none
+        pay, or gain, for what the one before it left in the caches.
 
     Returns:
       name -> seconds, one entry per round.
@@ -56,6 +62,8 @@ def interleave(
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(warmup + repeats):
         for name, run in runs.items():
+            if before is not None:
+                before()
             start = time.perf_counter()
             run()
             if round_ >= warmup:

@@ -30,6 +30,7 @@ INCOMPLETE = 77
 _POOL_BYTES = 256 * 2**20  # about, of keys; of values as much
 _HEADS = [(32, 8, 128), (9, 3, 64), (8, 1, 80), (4, 4, 256)]
 _HEADS_MOSAIC = [(32, 8, 128), (9, 3, 64), (4, 4, 256)]
+_HEADS_QUANTISED = [(32, 8, 128), (16, 4, 64), (4, 4, 256)]  # K a multiple of 4
 _DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 _PREFIX = {"triton": "", "mosaic_gpu": "mosaic "}
 
@@ -342,7 +343,7 @@ def _cases(gpu: Gpu) -> Iterator[_Case]:
             for dtype in ("bfloat16", "float16"):
                 yield mosaic(ragged, heads=heads, dtype=dtype)
         for dtype in ("int8", "float8_e4m3fn"):
-            for heads in ((32, 8, 128), (16, 4, 64), (4, 4, 256)):
+            for heads in _HEADS_QUANTISED:
                 yield mosaic(ragged, heads=heads, dtype=dtype)
             yield mosaic(ragged, dtype=dtype, q_dtype="float16")
         for page_size in (8, 24, 64, 128):
@@ -352,6 +353,7 @@ def _cases(gpu: Gpu) -> Iterator[_Case]:
     for heads in _HEADS_MOSAIC:
         for dtype in _DTYPES:
             yield from _pages(gpu, "mosaic_gpu", heads, dtype)
+    yield from _pages(gpu, "mosaic_gpu", (32, 8, 128), "int8", scales=True)
 
 
 def _steps(gpu: Gpu) -> Iterator[_Case]:
@@ -422,7 +424,12 @@ def _attention(
 
 
 def _pages(
-    gpu: Gpu, back_end: str, heads: tuple[int, int, int], dtype: str
+    gpu: Gpu,
+    back_end: str,
+    heads: tuple[int, int, int],
+    dtype: str,
+    *,
+    scales: bool = False,
 ) -> Iterator[_Case]:
     import jax
     import jax.numpy as jnp
@@ -431,6 +438,8 @@ def _pages(
 
     kernels = gpu_triton_pages if back_end == "triton" else gpu_mosaic_pages
     pool = _pool(heads, dtype, 16, None)
+    if scales:
+        pool = jax.ShapeDtypeStruct(pool.shape[:3], jnp.float32)
     size = 2 * pool.size * pool.dtype.itemsize
     row = jax.ShapeDtypeStruct((128, *pool.shape[2:]), pool.dtype)
     ids = jax.ShapeDtypeStruct((128,), jnp.int32)
@@ -439,7 +448,8 @@ def _pages(
         ("copy", kernels.copy_pages, [pool, pool, ids, ids]),
     ):
         yield _Case(
-            f"{_PREFIX[back_end]}{verb} K{heads[1]} D{heads[2]} {dtype}",
+            f"{_PREFIX[back_end]}{verb} K{heads[1]} D{heads[2]} {dtype}"
+            + (", scales" if scales else ""),
             back_end,
             partial(_compile, gpu, kernel, arguments, (0, 1), True),
             in_place=size,
