@@ -82,6 +82,7 @@ doctest: $(VENV)/.dev
 	JAX_PLATFORMS=cpu $(PY) -m pytest -q -p no:cacheprovider --doctest-modules pagedjax pallas_kernels \
 	  ascend_bridge/host.py ascend_bridge/_memory.py ascend_bridge/ascend.py \
 	  ascend_bridge/_device_pool.py ascend_bridge/_traffic.py ascend_bridge/npu.py \
+	  ascend_bridge/check_device.py \
 	  --doctest-glob=README.md README.md
 
 # The host executor's C++ tests, without XLA: plain, under the sanitizers, and for

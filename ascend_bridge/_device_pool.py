@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ascend_bridge import _device_library
+from ascend_bridge._options import checked_int
 
 _STATES = ("open", "poisoned", "closed")
 _TROUBLE = {1: ValueError, 2: RuntimeError, 3: NotImplementedError, 4: MemoryError}
@@ -115,6 +116,7 @@ def open_pool(
 
     Raises:
         ValueError: a size is wrong, or the NPU cannot do it; the message has numbers.
+        TypeError: a size is no int.
         MemoryError: there is no room on the NPU or on the host.
         NotImplementedError: there is no NPU, or no library; the message says why.
         RuntimeError: the NPU failed.
@@ -146,20 +148,20 @@ def open_pool(
     if executor not in (None, "npu", "host"):
         raise ValueError(f"executor must be 'npu', 'host' or None, got {executor!r}")
     shape = PoolShape(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_layers=checked_int("num_layers", num_layers),
+        num_pages=checked_int("num_pages", num_pages),
+        page_size=checked_int("page_size", page_size),
+        num_kv_heads=checked_int("num_kv_heads", num_kv_heads),
+        head_dim=checked_int("head_dim", head_dim),
         dtype=name,
-        num_heads=num_heads,
-        max_slots=max_slots,
-        pages_per_slot=pages_per_slot,
-        max_tokens=max_slots if max_tokens is None else max_tokens,
+        num_heads=checked_int("num_heads", num_heads),
+        max_slots=checked_int("max_slots", max_slots),
+        pages_per_slot=checked_int("pages_per_slot", pages_per_slot),
+        max_tokens=checked_int(
+            "max_tokens", max_slots if max_tokens is None else max_tokens
+        ),
     )
-    for field, size in dataclasses.asdict(shape).items():
-        if field != "dtype" and not (isinstance(size, int) and 1 <= size < 2**31):
-            raise ValueError(f"{field} must be an int of at least 1, got {size!r}")
+    timeout_ms = checked_int("timeout_ms", timeout_ms)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
@@ -171,7 +173,7 @@ def open_pool(
         "pool_open",
         ctypes.byref(c_shape),
         int(chosen == "npu"),
-        device,
+        checked_int("device", device, 0),
         timeout_ms,
         ctypes.byref(handle),
     )
@@ -316,7 +318,10 @@ def _probe(device: int) -> tuple[int, int, bool, str]:
     """Return (arch, cores, usable, text) of an NPU."""
     arch, cores = ctypes.c_int32(), ctypes.c_int32()
     able, text = _device_library.call(
-        "npu_probe", device, ctypes.byref(arch), ctypes.byref(cores)
+        "npu_probe",
+        checked_int("device", device, 0),
+        ctypes.byref(arch),
+        ctypes.byref(cores),
     )
     return arch.value, cores.value, bool(able), text
 

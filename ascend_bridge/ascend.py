@@ -16,12 +16,11 @@ as long as no page that it sees was written since: then that is an error too, ne
 wrong numbers. Reads return the pool as well: use what they return, and later writes
 come after them.
 
-No `vmap`, no gradients, one device. A program that failed half-way has used up
-versions: `latest` gives the pool as it is.
+No `vmap`, no gradients, and a program that uses a pool is one for one device. What
+failed half-way has used up versions: `latest` gives the pool as it is.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -40,6 +39,13 @@ from ascend_bridge._device_pool import (
     open_pool,
     pool_status,
     usable,
+)
+from ascend_bridge._one_device import on_one_device
+from ascend_bridge._options import (
+    checked_scale,
+    checked_soft_cap,
+    checked_window,
+    int32,
 )
 from ascend_bridge._traffic import StepTraffic, step_traffic
 
@@ -86,9 +92,10 @@ def write_kv(
         The next version.
 
     Raises:
-        ValueError: a shape is wrong; or, when the program runs, two tokens have one
-            place, or the version is not the last.
+        ValueError: a shape is wrong.
         TypeError: a dtype is wrong.
+        JaxRuntimeError: when the program runs: two tokens have one place, there is no
+            such layer, or the version is not the last.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,11 +115,11 @@ def write_kv(
         pool,
         "pool_write_kv",
         [],
-        _int32("layer", layer),
+        _layer(layer),
         k,
         v,
-        _int32("pages", pages),
-        _int32("offsets", offsets),
+        int32("pages", pages),
+        int32("offsets", offsets),
     )
     return dataclasses.replace(pool, version=version)
 
@@ -131,8 +138,10 @@ def copy_pages(
         The next version.
 
     Raises:
-        ValueError: a shape is wrong; or, when the program runs, a page is a source and
-            a destination, or twice a destination.
+        ValueError: a shape is wrong.
+        JaxRuntimeError: when the program runs: a page is a source and a destination, or
+            twice a destination, there are more copies than `max_slots`, or the version
+            is not the last.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,8 +167,8 @@ def copy_pages(
         pool,
         "pool_copy_pages",
         [],
-        _int32("src_pages", src_pages),
-        _int32("dst_pages", dst_pages),
+        int32("src_pages", src_pages),
+        int32("dst_pages", dst_pages),
     )
     return dataclasses.replace(pool, version=version)
 
@@ -197,7 +206,9 @@ def paged_attention(
 
     Raises:
         ValueError: a shape or an option is wrong.
-        TypeError: a dtype is wrong.
+        TypeError: a dtype is wrong, or an option is traced.
+        JaxRuntimeError: when the program runs: there is no such layer, or a page that
+            is seen was written after this version.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,10 +231,10 @@ def paged_attention(
         pool,
         "pool_paged_attention",
         _attention_results(q),
-        _int32("layer", layer),
+        _layer(layer),
         q,
-        _int32("page_indices", page_indices),
-        _int32("seq_lens", seq_lens),
+        int32("page_indices", page_indices),
+        int32("seq_lens", seq_lens),
         **_options(pool, scale, window, soft_cap),
     )
     pool = dataclasses.replace(pool, version=version)
@@ -270,6 +281,7 @@ def attend(
     Raises:
         ValueError: as `write_kv` and `paged_attention`.
         TypeError: likewise.
+        JaxRuntimeError: likewise.
 
     Example:
         >>> import jax.numpy as jnp
@@ -292,14 +304,14 @@ def attend(
         pool,
         "pool_attend",
         _attention_results(q),
-        _int32("layer", layer),
+        _layer(layer),
         q,
         k,
         v,
-        _int32("pages", pages),
-        _int32("offsets", offsets),
-        _int32("page_indices", page_indices),
-        _int32("seq_lens", seq_lens),
+        int32("pages", pages),
+        int32("offsets", offsets),
+        int32("page_indices", page_indices),
+        int32("seq_lens", seq_lens),
         **_options(pool, scale, window, soft_cap),
     )
     return dataclasses.replace(pool, version=version), out
@@ -317,6 +329,11 @@ def read_pages(
 
     Returns:
         `(pool, k, v)`, k and v of shape [M, page_size, K, D].
+
+    Raises:
+        ValueError: a shape is wrong.
+        JaxRuntimeError: when the program runs: there is no such layer, or one of the
+            pages was written after this version.
 
     Example:
         >>> import jax.numpy as jnp
@@ -341,8 +358,8 @@ def read_pages(
         pool,
         "pool_read_pages",
         [held, held],
-        _int32("layer", layer),
-        _int32("pages", pages),
+        _layer(layer),
+        int32("pages", pages),
     )
     return dataclasses.replace(pool, version=version), k, v
 
@@ -409,16 +426,19 @@ def _options(
     pool: DevicePool, scale: float | None, window: int | None, soft_cap: float | None
 ) -> dict[str, Any]:
     """Return the attributes of an attention call."""
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}; None means none")
-    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
-        raise ValueError(f"soft_cap must be positive and finite, got {soft_cap}")
-    scale = 1.0 / math.sqrt(pool.shape.head_dim) if scale is None else float(scale)
     return dict(
-        scale=np.float32(scale),
-        window=np.int64(window or 0),
-        soft_cap=np.float32(soft_cap or 0.0),
+        scale=np.float32(checked_scale(scale, pool.shape.head_dim)),
+        window=np.int64(checked_window(window)),
+        soft_cap=np.float32(checked_soft_cap(soft_cap)),
     )
+
+
+def _layer(layer: int | jax.Array) -> jax.Array:
+    """Return the number of a layer as an operand."""
+    number = int32("layer", layer)
+    if number.ndim:
+        raise ValueError(f"layer must be one number, got shape {number.shape}")
+    return number
 
 
 def _attention_results(q: jax.Array) -> list[jax.ShapeDtypeStruct]:
@@ -437,17 +457,11 @@ def _call(
 ) -> list[jax.Array]:
     """Run a custom call on a pool; the first result is the version after it."""
     _device_library.require()
+    handle, version = on_one_device(pool.handle, pool.version, arrays)
     run = jax.ffi.ffi_call(
         _library.PREFIX + name,
         [jax.ShapeDtypeStruct((), jnp.int32), *results],
         # Neither dropped nor merged: the pages are no operand that XLA could compare.
         has_side_effect=True,
     )
-    return list(run(pool.handle, pool.version, *arrays, **attributes))
-
-
-def _int32(name: str, values: Any) -> jax.Array:
-    array = jnp.asarray(values)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {array.dtype}")
-    return array.astype(jnp.int32)
+    return list(run(handle, version, *arrays, **attributes))

@@ -11,7 +11,6 @@ folded into the slots, so that a batched call is again one custom call; under
 custom call has none.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,12 @@ import jax.numpy as jnp
 
 from ascend_bridge import _calls, _library
 from ascend_bridge._memory import use_large_pages
+from ascend_bridge._options import (
+    checked_scale,
+    checked_soft_cap,
+    checked_window,
+    int32,
+)
 
 __all__ = [
     "attend",
@@ -230,7 +235,7 @@ def write_kv(
                 f"for each of the {new.shape[0]} tokens of {name}"
             )
     out = _calls.write(
-        k_pages, v_pages, k, v, _int32("pages", pages), _int32("offsets", offsets)
+        k_pages, v_pages, k, v, int32("pages", pages), int32("offsets", offsets)
     )
     return out[0], out[1]
 
@@ -283,7 +288,7 @@ def copy_pages(
             f"src_pages {src_pages.shape} and dst_pages {dst_pages.shape} must be "
             "vectors of one length"
         )
-    ids = _int32("src_pages", src_pages), _int32("dst_pages", dst_pages)
+    ids = int32("src_pages", src_pages), int32("dst_pages", dst_pages)
     out = _calls.copier(num_layers)(k_pages, v_pages, *ids)
     return out[0], out[1]
 
@@ -389,15 +394,14 @@ def _attention(
     _require_usable()
     arrays = list(arrays)
     for i, name in enumerate(("page_indices", "seq_lens", "cu_q_lens")[: 2 + ragged]):
-        arrays[3 + i] = _int32(name, arrays[3 + i])
+        arrays[3 + i] = int32(name, arrays[3 + i])
     _check_attention(arrays, ragged=ragged)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}; None means none")
-    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
-        raise ValueError(f"soft_cap must be positive and finite, got {soft_cap}")
-    scale = 1.0 / math.sqrt(arrays[0].shape[-1]) if scale is None else float(scale)
     call = _calls.attention_caller(
-        ragged, scale, int(window or 0), float(soft_cap or 0.0), share_prefixes
+        ragged,
+        checked_scale(scale, arrays[0].shape[-1]),
+        checked_window(window),
+        checked_soft_cap(soft_cap),
+        share_prefixes,
     )
     out, lse = call(*arrays, *scales)
     return out, lse
@@ -470,10 +474,3 @@ def _require_usable() -> None:
     able, reason = usable()
     if not able:
         raise NotImplementedError(reason)
-
-
-def _int32(name: str, array: jax.Array) -> jax.Array:
-    """Return the array as int32; a TypeError if it does not hold integers."""
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {array.dtype}")
-    return array.astype(jnp.int32)

@@ -35,6 +35,15 @@ class Mock:
         """Lets the n-th next call of a kind fail."""
         assert self.library.mock_acl_fail(kind.encode(), nth), kind
 
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Keeps every wait for the device from ending."""
+        self.library.mock_acl_hold(1)
+        try:
+            yield
+        finally:
+            self.library.mock_acl_hold(0)
+
     def restore(self) -> None:
         self.library.mock_acl_restore()
 

@@ -182,7 +182,67 @@ FAULTS = (
         "q_[(int64_t{slot_} * heads_ + head_ * group_) * dim_]",
         "q_[(int64_t{slot_} * heads_ + head_) * dim_]",
     ),
-    Fault("half of the soft cap", "paged_attention.h", "2 * soft_cap_", "soft_cap_"),
+    Fault(
+        "half of the soft cap",
+        "paged_attention.h",
+        "AscendC::Muls(square, square, 0.25f, lanes, rows, each);",
+        "AscendC::Muls(square, square, 0.5f, lanes, rows, each);",
+    ),
+    Fault(
+        "a soft cap that bends too little",
+        "paged_attention.h",
+        "times < 2",
+        "times < 1",
+    ),
+    Fault(
+        "one row too many of a capped tile at once",
+        "paged_attention.h",
+        "larger(1, tile_ * dim_ / 2 / kMaxTile)",
+        "larger(1, tile_ * dim_ / 2 / kMaxTile) + 1",
+    ),
+    Fault(
+        "the running maximum starts at 0",
+        "paged_attention.h",
+        "AscendC::Duplicate(maxima_, kLowest, lanes);",
+        "AscendC::Duplicate(maxima_, 0.0f, lanes);",
+    ),
+    Fault(
+        "the maximum of the parts starts at 0",
+        "combine.h",
+        "AscendC::Duplicate(top_, kLowest, kSpan);",
+        "AscendC::Duplicate(top_, 0.0f, kSpan);",
+    ),
+    Fault(
+        "the maximum of a tile starts at 0",
+        "lanes.h",
+        "float most = kLowest;",
+        "float most = 0;",
+        recompile=True,
+    ),
+    Fault(
+        "a void row voids what the core does next",
+        "paged_attention.h",
+        "fault_ = false;\n    low_ = 0;",
+        "low_ = 0;",
+    ),
+    Fault(
+        "results are cut and not rounded",
+        "combine.h",
+        "kNarrow",
+        "AscendC::RoundMode::CAST_TRUNC",
+    ),
+    Fault(
+        "a sum of NaN counts as an empty row",
+        "combine.h",
+        "sum_.GetValue(i * kLanes) != 0",
+        "sum_.GetValue(i * kLanes) > 0",
+    ),
+    Fault(
+        "a length past the table row is used",
+        "paged_attention.h",
+        "smaller(lens_.GetValue(slot_), pages_per_slot_ * page_size_)",
+        "lens_.GetValue(slot_)",
+    ),
     Fault(
         "no soft cap",
         "paged_attention.h",
@@ -306,10 +366,14 @@ _READ = (
     "a scalar read has ended when the next instruction is issued; a wait for prudence"
 )
 ALLOWED: dict[str, tuple[tuple[int, ...], str]] = {
+    "lanes.h: the maximum of a tile starts at 0": (
+        (2201,),
+        "an instruction takes the maximum there; the line is the 910A's",
+    ),
     "common.h: order<HardEvent::S_MTE2>();": ((1001, 2201), _READ),
     "combine.h: order<HardEvent::S_V>();": ((1001, 2201), _READ),
     "lanes.h: order<HardEvent::S_V>(); #2": ((1001,), _READ),
-    "paged_attention.h: settle(); #9": (
+    "paged_attention.h: settle(); #14": (
         (1001,),
         "the scalar unit takes the maximum of the capped scores there, behind V_S",
     ),

@@ -25,6 +25,9 @@ class Attention:
         lens: tokens of each slot.
         heads: (query heads, kv heads).
         bad: slot one of whose visible page ids is outside the pool, or -1.
+        nan: slot whose last key is NaN, for kv head 0, or -1.
+        below: all scores are far below 0.
+        width: page ids of a slot, 0 for as many as the longest takes.
     """
 
     lens: tuple[int, ...]
@@ -38,6 +41,9 @@ class Attention:
     splits: int = 0
     tile: int = 0
     bad: int = -1
+    nan: int = -1
+    below: bool = False
+    width: int = 0
     pages: int = 0
     seed: int = 0
 
@@ -75,10 +81,11 @@ def assert_close(out: np.ndarray, want: np.ndarray) -> None:
 
 
 def assert_lse_close(lse: np.ndarray, want: np.ndarray, dtype: np.dtype) -> None:
-    """Compare log-sum-exps; -inf where there is no key, and only there."""
+    """Compare log-sum-exps; -inf where there is no key, and NaN, and only there."""
     assert lse.dtype == np.float32
     assert (np.isneginf(lse) == np.isneginf(want)).all(), "-inf in the wrong places"
-    some = ~np.isneginf(want)
+    assert (np.isnan(lse) == np.isnan(want)).all(), "NaN of lse in the wrong places"
+    some = np.isfinite(want)
     error = np.abs(lse[some] - want[some]) / np.maximum(1.0, np.abs(want[some]))
     assert error.max(initial=0.0) <= LSE_TOLERANCE, f"error {error.max()} of lse"
 
@@ -89,17 +96,23 @@ def make_attention(case: Attention) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(case.seed)
     heads, kv_heads = case.heads
     slots, longest = len(case.lens), max(case.lens)
-    width = max(1, -(-longest // case.page_size))
+    width = case.width or max(1, -(-longest // case.page_size))
     num_pages = case.pages or width * slots + 1
     shape = (num_pages, case.page_size, kv_heads, case.dim)
     q = rng.uniform(-1, 1, (slots, heads, case.dim)).astype(case.dtype)
     k = rng.uniform(-1, 1, shape).astype(case.dtype)
     v = rng.uniform(-1, 1, shape).astype(case.dtype)
+    if case.below:
+        q, k = -np.abs(q), np.abs(k)
     table = rng.integers(0, num_pages, (slots, width)).astype(np.int32)
     for slot, length in enumerate(case.lens):
         table[slot, -(-length // case.page_size) :] = num_pages
     if case.bad >= 0:
         table[case.bad, (case.lens[case.bad] - 1) // case.page_size] = num_pages
+    if case.nan >= 0:
+        last = case.lens[case.nan] - 1
+        page = table[case.nan, last // case.page_size]
+        k[page, last % case.page_size, 0] = np.nan
     return q, k, v, table, np.array(case.lens, np.int32)
 
 
@@ -107,7 +120,7 @@ def make_attention(case: Attention) -> tuple[np.ndarray, ...]:
 def expect_attention(case: Attention) -> tuple[np.ndarray, np.ndarray]:
     """Return the oracle's (out, lse); a row with a page outside the pool is empty."""
     q, k, v, table, lens = make_attention(case)
-    lens = lens.copy()
+    lens = np.minimum(lens, table.shape[1] * case.page_size)
     if case.bad >= 0:
         lens[case.bad] = 0
     return attention_oracle(
@@ -120,6 +133,27 @@ def expect_attention(case: Attention) -> tuple[np.ndarray, np.ndarray]:
         window=case.window or None,
         soft_cap=case.soft_cap or None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """Two keys of equal weight: the mean of their values, rounded to nearest even."""
+
+    dtype: np.dtype = np.dtype(np.float16)
+
+    def check(self, library: Library) -> None:
+        """Run it and compare bit for bit."""
+        rng = np.random.default_rng(4)
+        shape = (1, 16, 1, 64)
+        k, v = (rng.uniform(-1, 1, shape).astype(self.dtype) for _ in "kv")
+        v[0, 1] = np.nextafter(v[0, 0], self.dtype.type(4))  # the mean is a tie
+        v[0, 1, :, ::2] = rng.uniform(-1, 1, 32)
+        pair = v[0, :2, 0].astype(np.float64)
+        q = np.zeros((1, 1, 64), self.dtype)
+        lens = np.array([2], np.int32)
+        out, _ = library.attend(q, k, v, lens[None] * 0, lens)
+        want = (pair.sum(0) / 2).astype(np.float32).astype(self.dtype)
+        assert _bits_equal(out[0, 0], want), "a result is not rounded to nearest even"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +211,14 @@ SMALL = (
     # Scores whose exponentials overflow unless the running maximum goes first.
     Attention((64, 200), (2, 2), page_size=32, scale=30.0, seed=3),
     Attention((70,), (8, 1), dim=256, page_size=48),
-    # More rows than the cores take at once.
-    Attention((17, 3, 33), (16, 2), dim=16),
+    # More rows than the cores take at once, a void one the first of a core, and a
+    # length past the table row.
+    Attention((17, 3, 33), (16, 2), dim=16, bad=0, width=2),
+    # No weight is left if the running maximum starts at 0.
+    Attention((40, 300), (2, 1), scale=30.0, below=True, splits=2),
+    # A cap that is far above the scores; lengths whose keys are in several tiles.
+    Attention((20, 130), (20, 2), dim=16, tile=5, soft_cap=1e6, nan=0, pages=40),
+    Mean(),
     Write(13, (3, 16, 2, 64)),
     Write(3, (2, 16, 8, 2064)),
     Copy((7, 16, 2, 640)),

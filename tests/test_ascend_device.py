@@ -412,7 +412,7 @@ def test_opening_refuses_with_numbers(mock) -> None:
         ("float16 and bfloat16 only", {"dtype": jnp.float32}),
         ("dtype must be one of float32", {"dtype": jnp.int8}),
         ("executor must be", {"executor": "gpu"}),
-        ("bytes of the unified buffer", {"num_heads": 512, "head_dim": 256}),
+        ("bytes of the unified buffer", {"num_heads": 256, "head_dim": 256}),
         ("more places than int32 can count", {"num_pages": 2**30}),
         ("no NPU 3: there are 1", {"device": 3}),
     ):

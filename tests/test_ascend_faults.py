@@ -1,5 +1,9 @@
 """Disturbing a mock NPU: what fails is said, what is left is whole, nothing leaks."""
 
+import ctypes
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,3 +177,60 @@ def test_faults_of_the_call_for_host_arrays_leak_nothing(mock) -> None:
         mock.restore()
         assert mock.held() == (0, 0, 0, 0)
     np.testing.assert_array_equal(attend(), 1)
+
+
+def test_closing_waits_for_the_call_in_flight(mock) -> None:
+    """A read stands still in the device; the memory stays until it is through."""
+    pool = open_small()
+    read(pool)  # compiled
+    got = []
+    reader = threading.Thread(target=lambda: got.append(read(pool)))
+    closer = threading.Thread(target=ascend.close_pool, args=(pool,))
+    with mock.held_back():
+        reader.start()
+        while not mock.waiting():
+            time.sleep(0.001)
+        closer.start()
+        closer.join(0.3)
+        assert closer.is_alive()
+        assert mock.contexts() == 1
+    reader.join()
+    closer.join()
+    assert len(got) == 1 and not np.any(got[0])
+    assert ascend.pool_status(pool).state == "closed"
+
+
+def test_the_context_of_a_thread_is_left_as_it_was(mock) -> None:
+    """Another user of the device in the same thread goes on in its own context."""
+    library, own, now = mock.library, ctypes.c_void_p(), ctypes.c_void_p()
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    said = []
+
+    def without_one() -> None:
+        ascend.close_pool(open_small())
+        said.append(library.aclGetRecentErrMsg())
+
+    thread = threading.Thread(target=without_one)
+    thread.start()
+    thread.join()
+    assert said == [b"this thread has no context"]  # before the pool was opened
+    assert library.aclrtCreateContext(ctypes.byref(own), 0) == 0
+
+    def is_current() -> bool:
+        return (
+            library.aclrtGetCurrentContext(ctypes.byref(now)) == 0
+            and now.value == own.value
+        )
+
+    try:
+        assert is_current()
+        pool = open_small()
+        assert is_current()
+        for name in ("write", "copy", "attention", "attend", "read"):
+            calls(pool)[name]().block_until_ready()
+            pool = ascend.latest(pool)
+            assert is_current(), name
+        ascend.close_pool(pool)
+        assert is_current()
+    finally:
+        library.aclrtDestroyContext(own)

@@ -11,7 +11,7 @@ import ascend_kernel_cases as cases
 import ascend_kernels
 import numpy as np
 import pytest
-from ascend_kernel_cases import Attention, Copy, Write
+from ascend_kernel_cases import Attention, Copy, Mean, Write
 from ascend_kernels import BFLOAT16, KernelError, Library, Refused
 
 from ascend_bridge.kernels import build
@@ -79,6 +79,12 @@ def test_every_group(library: Library, group: int) -> None:
 )
 def test_long_contexts(library: Library, case: Attention) -> None:
     case.check(library)
+
+
+def test_page_ids_are_read_again_for_the_next_head(library: Library) -> None:
+    """One core takes both heads of a row with more ids than are brought in at once."""
+    library.cores = 1
+    Attention((16640,), (2, 2), dim=16, splits=1, pages=50).check(library)
 
 
 def test_a_case_of_atb(library: Library) -> None:
@@ -193,7 +199,7 @@ def test_a_stream_runs_jobs_later(library: Library) -> None:
 
 
 @pytest.mark.parametrize("case", cases.SMALL, ids=lambda case: type(case).__name__)
-def test_small(library: Library, case: Attention | Write | Copy) -> None:
+def test_small(library: Library, case: Attention | Mean | Write | Copy) -> None:
     """The cases that the mutation test breaks."""
     case.check(library)
 
@@ -256,9 +262,11 @@ def test_a_visible_nan_shows(library: Library, splits: int) -> None:
     table[:, :3] = [[0, 1, 9], [2, 3, 4]]
     for poisoned in (k, v):
         poisoned[1, 3, 1, 5] = np.nan  # the last token of slot 0, kv head 1
-        out, _ = library.attend(q, k, v, table, lens, splits=splits)
+        out, lse = library.attend(q, k, v, table, lens, splits=splits)
         assert np.isnan(out[0, 1, 5])
         assert not np.isnan(out[0, 0]).any() and not np.isnan(out[1]).any()
+        assert np.isnan(lse[0, 1]) == (poisoned is k)
+        assert np.isfinite(lse[0, 0]) and np.isfinite(lse[1]).all()
         poisoned[1, 3, 1, 5] = 0
 
 
@@ -289,14 +297,19 @@ def test_pages_outside_the_pool_void_their_row_only(library: Library) -> None:
 
 
 def test_lengths_that_cannot_be(library: Library) -> None:
-    """A negative length is empty; one past the table row voids the row."""
+    """A negative length is empty; one past the table row is that of the row."""
     case = Attention((32, 32), (2, 1), pages=5)
-    q, k, v, table, _ = cases.make_attention(case)
-    for length in (-1, -(1 << 31), 33, (1 << 31) - 1):
-        lens = np.array([32, length], np.int32)
-        out, lse = library.attend(q, k, v, table, lens)
-        assert (out[1] == 0).all() and np.isneginf(lse[1]).all()
-        assert (out[0] != 0).any()
+    q, k, v, table, lens = cases.make_attention(case)
+    for window in (0, 9):
+        want = library.attend(q, k, v, table, lens, window=window)
+        for length in (-1, -(1 << 31), 33, (1 << 31) - 1):
+            lens = np.array([32, length], np.int32)
+            out, lse = library.attend(q, k, v, table, lens, window=window)
+            if length < 0:
+                assert (out[1] == 0).all() and np.isneginf(lse[1]).all()
+            rows = [0] if length < 0 else [0, 1]
+            np.testing.assert_array_equal(out[rows], want[0][rows])
+            np.testing.assert_array_equal(lse[rows], want[1][rows])
 
 
 def test_a_length_past_the_longest_planned_is_right_too(library: Library) -> None:
@@ -379,6 +392,8 @@ PROBLEM = {
         ({"kv_heads": 10000, "heads": 10000}, "79992 blocks of 32 bytes"),
         ({"pages_per_slot": 1 << 30}, "does not fit int32"),
         ({"heads": 800}, "100 query heads per kv head with head_dim 128"),
+        ({"heads": 256, "kv_heads": 1}, "256 query heads per kv head: an instruction"),
+        ({"head_dim": 2048, "tile_tokens": 4}, "head_dim 2048 takes"),
         ({"head_dim": 1024}, "head_dim 1024 and tiles of 16 tokens take"),
         ({"head_dim": 256, "tile_tokens": 64}, "tiles of 64 tokens take"),
     ],

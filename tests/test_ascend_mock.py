@@ -10,6 +10,7 @@ from ascend_device import SIZES, needs_mock
 
 from ascend_bridge import _device_library, device_executor, npu
 from ascend_bridge.device_executor import check_acl
+from ascend_bridge.kernels.build import arch_of_soc
 from ascend_bridge.mock_acl.build import build_mock
 
 pytestmark = needs_mock
@@ -78,12 +79,26 @@ def test_the_host_cannot_touch_device_memory() -> None:
 
 
 def test_product_names() -> None:
-    """`Ascend910B` without a digit is of the older family."""
-    new = ("Ascend910B1", "Ascend910B4-1", "Ascend910B2C", "Ascend910_9392")
-    old = ("Ascend910", "Ascend910A", "Ascend910B", "Ascend910ProB")
+    """`Ascend910B` without a digit is of the older family; the build has one rule."""
+    new = ("Ascend910B1", "ascend910b4-1", "910B2C", "Ascend910_9392", "ASCEND910B3")
+    old = ("Ascend910A", "Ascend910B", "Ascend910ProB", "910a", "Ascend910PremiumA")
+    no = (
+        "Ascend310P3",
+        "",
+        "Ascend950",
+        "Ascend910",
+        "Ascend910B5",
+        "Ascend910C",
+        "B3",
+    )
     assert {npu.arch_of(x) for x in new} == {2201}
     assert {npu.arch_of(x) for x in old} == {1001}
-    assert {npu.arch_of(x) for x in ("Ascend310P3", "", "Ascend950")} == {0}
+    assert {npu.arch_of(x) for x in no} == {0}
+    assert {arch_of_soc(x) for x in new} == {2201}
+    assert {arch_of_soc(x) for x in old} == {1001}
+    for name in no:
+        with pytest.raises(ValueError, match="soc"):
+            arch_of_soc(name)
 
 
 def test_the_old_chip_gives_the_same() -> None:

@@ -24,11 +24,11 @@ State& state() {
   return *it;
 }
 
-bool find(void* library, Table* table, std::string* why) {
+bool find(void* library, const std::string& path, Table* table, std::string* why) {
 #define PAGEDJAX_ACL_FIND(result, name, arguments)                                \
   table->name = reinterpret_cast<result(*) arguments>(dlsym(library, #name));     \
   if (table->name == nullptr) {                                                   \
-    *why = "the runtime has no function " #name;                                  \
+    *why = path + " is no such runtime: it has no function " #name;                \
     return false;                                                                 \
   }
   PAGEDJAX_ACL_FUNCTIONS(PAGEDJAX_ACL_FIND)
@@ -55,7 +55,7 @@ const Table* load(std::string* why) {
     if (library == nullptr) {
       const char* said = dlerror();
       s.reason = said != nullptr ? said : path + " cannot be loaded";
-    } else if (find(library, &s.table, &s.reason)) {
+    } else if (find(library, path, &s.table, &s.reason)) {
       const int rc = s.table.aclInit(nullptr);
       s.initialized = rc == kSuccess;
       s.loaded = rc == kSuccess || rc == kRepeatedInit;

@@ -1,6 +1,7 @@
 // The C functions that Python calls without XLA: open, watch and close a pool, and ask what
 // an NPU and its kernels can do. Messages go into a buffer of the caller.
 #include <cstdio>
+#include <exception>
 #include <new>
 #include <string>
 
@@ -29,6 +30,9 @@ int guarded(char* message, size_t size, Call call) {
   } catch (const std::bad_alloc&) {
     say("no memory on the host", message, size);
     return 1 + static_cast<int>(Kind::kMemory);
+  } catch (const std::exception& error) {
+    say(error.what(), message, size);
+    return 1 + static_cast<int>(Kind::kDevice);
   }
 }
 
@@ -61,6 +65,7 @@ int pagedjax_pool_status(int32_t handle, Status* status, char* message, size_t s
 // Closes every pool and leaves the runtime.
 void pagedjax_pool_shutdown() {
   close_all();
+  forget_npu_handlers();
   forget_kernels();
   pagedjax::acl::finalize();
 }

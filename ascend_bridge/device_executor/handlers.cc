@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <new>
 #include <string>
 #include <unordered_map>
@@ -51,6 +52,8 @@ ffi::Error guarded(const char* target, Call call) {
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       std::string(target) + ": no memory for the working space");
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, std::string(target) + ": " + error.what());
   }
 }
 

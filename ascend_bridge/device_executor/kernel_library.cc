@@ -24,18 +24,18 @@ State& state() {
   return *it;
 }
 
-bool find(void* library, KernelTable* table, std::string* why) {
+bool find(void* library, const std::string& path, KernelTable* table, std::string* why) {
 #define PAGEDJAX_KERNEL_FIND(name)                                              \
   table->name = reinterpret_cast<decltype(&::name)>(dlsym(library, #name));     \
   if (table->name == nullptr) {                                                 \
-    *why = "the kernel library has no function " #name;                         \
+    *why = path + " is no kernel library: it has no function " #name;            \
     return false;                                                               \
   }
   PAGEDJAX_ASCEND_FUNCTIONS(PAGEDJAX_KERNEL_FIND)
 #undef PAGEDJAX_KERNEL_FIND
   const int version = table->pagedjax_ascend_version();
   if (version != PAGEDJAX_ASCEND_VERSION) {
-    *why = "the kernel library has interface " + std::to_string(version) + ", not " +
+    *why = path + " has interface " + std::to_string(version) + ", not " +
            std::to_string(PAGEDJAX_ASCEND_VERSION) + ": build it anew";
     return false;
   }
@@ -66,7 +66,7 @@ const KernelTable* load_kernels(std::string* why) {
       const char* said = dlerror();
       s.reason = said != nullptr ? said : path + " cannot be loaded";
     } else {
-      s.loaded = find(library, &s.table, &s.reason);
+      s.loaded = find(library, path, &s.table, &s.reason);
     }
   }
   if (!s.loaded) *why = s.reason;
@@ -87,15 +87,18 @@ void look_for_kernels_in(const std::string& folder) {
 }
 
 int arch_of(const std::string& soc) {
-  const std::string a2 = "Ascend910B", a3 = "Ascend910_93";
-  if (soc.compare(0, a3.size(), a3) == 0) return 2201;
-  if (soc.compare(0, a2.size(), a2) == 0) {
-    return soc.size() > a2.size() && soc[a2.size()] >= '1' && soc[a2.size()] <= '9' ? 2201
-                                                                                    : 1001;
+  std::string name;
+  for (char letter : soc) {
+    name += 'A' <= letter && letter <= 'Z' ? static_cast<char>(letter - 'A' + 'a') : letter;
   }
-  if (soc == "Ascend910" || soc == "Ascend910A" || soc == "Ascend910ProA" ||
-      soc == "Ascend910ProB" || soc == "Ascend910PremiumA") {
-    return 1001;
+  const std::string brand = "ascend", family = "910";
+  if (name.compare(0, brand.size(), brand) == 0) name.erase(0, brand.size());
+  if (name.compare(0, family.size(), family) != 0) return 0;
+  const std::string model = name.substr(family.size());
+  if (model.compare(0, 3, "_93") == 0) return 2201;
+  if (model.size() > 1 && model[0] == 'b' && '1' <= model[1] && model[1] <= '4') return 2201;
+  for (const char* old : {"a", "b", "proa", "prob", "premiuma"}) {
+    if (model == old) return 1001;
   }
   return 0;
 }

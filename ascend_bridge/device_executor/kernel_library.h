@@ -34,8 +34,10 @@ void forget_kernels();
 // Where else to look: the folder of the Python package.
 void look_for_kernels_in(const std::string& folder);
 
-// The compiler architecture of a product, from its name: "Ascend910B3" is 2201, and
-// "Ascend910B", without a digit, belongs to the older 910A. 0 = not known.
+// The compiler architecture of a product, from its name in any case: "Ascend910B3" is
+// 2201, and "Ascend910B", without a digit, belongs to the older 910A. 0 = not known, as
+// "Ascend910" is, which several call themselves. The same rule as `arch_of_soc` of
+// ../kernels/build.py.
 int arch_of(const std::string& soc);
 
 }  // namespace pagedjax::device

@@ -4,6 +4,7 @@
 //
 // The names are those of the host's targets. The operands are too, but for what no kernel
 // computes: `npu.py` turns pages and offsets into places, and spells out the layers.
+#include <exception>
 #include <map>
 #include <mutex>
 #include <string>
@@ -32,6 +33,19 @@ struct Device {
   int32_t arch, cores, id;
 };
 
+// What was found out or put on a device once, and serves every later call.
+struct Kept {
+  std::mutex mutex;
+  std::map<int32_t, Device> devices;
+  std::map<std::string, void*> tilings;
+};
+
+// Never destroyed: calls may come as late as the end of the process.
+Kept& kept() {
+  static Kept* const it = new Kept;
+  return *it;
+}
+
 // The device that the backend made the current one of this thread.
 Device current_device() {
   Device device{};
@@ -42,23 +56,24 @@ Device current_device() {
   require(device.kernels != nullptr, why, Kind::kState);
   const int rc = device.acl->aclrtGetDevice(&device.id);
   require(rc == 0, "aclrtGetDevice failed with " + std::to_string(rc), Kind::kDevice);
+  const std::lock_guard<std::mutex> lock(kept().mutex);
+  const auto known = kept().devices.find(device.id);
+  if (known != kept().devices.end()) return known->second;
   const Probe probe = probe_npu(device.id);
   require(probe.usable, probe.text, Kind::kState);
   device.arch = probe.arch;
   device.cores = probe.cores;
-  return device;
+  return kept().devices[device.id] = device;
 }
 
 // A tiling in device memory. It depends on shapes and options only, so there is one for
 // each compiled call; they are copied once and kept.
 template <class Tiling>
 void* on_device(const Device& device, const Tiling& tiling) {
-  static std::mutex* const mutex = new std::mutex;
-  static auto* const kept = new std::map<std::string, void*>;
   const std::string key = std::to_string(device.id) + ":" +
                           std::string(reinterpret_cast<const char*>(&tiling), sizeof tiling);
-  const std::lock_guard<std::mutex> lock(*mutex);
-  void*& memory = (*kept)[key];
+  const std::lock_guard<std::mutex> lock(kept().mutex);
+  void*& memory = kept().tilings[key];
   if (memory == nullptr) {
     void* fresh = nullptr;
     const size_t room = (sizeof tiling + 31) / 32 * 32;
@@ -98,6 +113,8 @@ ffi::Error guarded(const char* target, Call call) {
     return ffi::Error(trouble.kind == Kind::kInvalid ? ffi::ErrorCode::kInvalidArgument
                                                      : ffi::ErrorCode::kInternal,
                       std::string(target) + ": " + trouble.message);
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, std::string(target) + ": " + error.what());
   }
 }
 
@@ -135,12 +152,26 @@ ffi::Error attend(void* stream, ffi::ScratchAllocator scratch, Any q, Any k_page
     const auto workspace = scratch.Allocate(plan.workspace_bytes, 512);
     require(workspace.has_value(), "no memory for the workspace", Kind::kMemory);
     void* const tiling = on_device(device, plan.tiling);
+    // The kernel writes 8 values at a time: past the end of XLA's buffer, where they are no
+    // multiple of that.
+    const size_t lse_bytes = size_t{4} * p.slots * p.heads;
+    void* lse_memory = lse->untyped_data();
+    if (lse_bytes % 32 != 0) {
+      const auto whole = scratch.Allocate((lse_bytes + 31) / 32 * 32, 512);
+      require(whole.has_value(), "no memory for the log-sum-exps", Kind::kMemory);
+      lse_memory = *whole;
+    }
     launched(device.kernels->pagedjax_ascend_paged_attention(
         p.dtype, plan.blocks, stream, q.untyped_data(), k_pages.untyped_data(),
         v_pages.untyped_data(), table.untyped_data(), lens.untyped_data(), *workspace, tiling));
     launched(device.kernels->pagedjax_ascend_combine(p.dtype, plan.combine_blocks, stream,
                                                      *workspace, out->untyped_data(),
-                                                     lse->untyped_data(), tiling));
+                                                     lse_memory, tiling));
+    if (lse_memory == lse->untyped_data()) return;
+    const int rc = device.acl->aclrtMemcpyAsync(lse->untyped_data(), lse_bytes, lse_memory,
+                                                lse_bytes, pagedjax::acl::kDeviceToDevice,
+                                                stream);
+    require(rc == 0, "aclrtMemcpyAsync failed with " + std::to_string(rc), Kind::kDevice);
   });
 }
 
@@ -186,6 +217,21 @@ ffi::Error copy_pages(void* stream, Any k_pages, Any v_pages, Ints from, Ints to
 }
 
 }  // namespace
+
+namespace pagedjax::device {
+
+void forget_npu_handlers() {
+  const std::lock_guard<std::mutex> lock(kept().mutex);
+  std::string why;
+  const acl::Table* acl = kept().tilings.empty() ? nullptr : acl::load(&why);
+  for (const auto& [key, memory] : kept().tilings) {
+    if (acl != nullptr && memory != nullptr) acl->aclrtFree(memory);
+  }
+  kept().tilings.clear();
+  kept().devices.clear();
+}
+
+}  // namespace pagedjax::device
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(pagedjax_on_npu_paged_attention, attend,
                               ffi::Ffi::Bind()

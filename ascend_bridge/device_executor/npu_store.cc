@@ -36,23 +36,35 @@ void check(const Table& acl, int rc, const char* doing) {
                     acl::recent_message(acl)};
 }
 
-// Makes a context the current one of this thread, and the former one again afterwards:
-// XLA calls from any of its threads.
-class Enter {
+// Makes the current context of this thread the current one again at its end: others may
+// use the device from the same thread. Not the one that is destroyed meanwhile.
+class Keep {
  public:
-  Enter(const Table& acl, void* context) : acl_(acl) {
-    if (acl.aclrtGetCurrentContext(&former_) != acl::kSuccess) former_ = nullptr;
-    check(acl, acl.aclrtSetCurrentContext(context), "aclrtSetCurrentContext");
+  explicit Keep(const Table& acl, const void* destroyed = nullptr) : acl_(acl) {
+    const int rc = acl.aclrtGetCurrentContext(&former_);
+    if (rc != acl::kSuccess || former_ == destroyed) former_ = nullptr;
   }
-  ~Enter() {
+  ~Keep() {
     if (former_ != nullptr) acl_.aclrtSetCurrentContext(former_);
   }
-  Enter(const Enter&) = delete;
-  Enter& operator=(const Enter&) = delete;
+  Keep(const Keep&) = delete;
+  Keep& operator=(const Keep&) = delete;
 
  private:
   const Table& acl_;
   void* former_ = nullptr;
+};
+
+// Makes a context the current one of this thread for a while: XLA calls from any of its
+// threads.
+class Enter {
+ public:
+  Enter(const Table& acl, void* context) : former_(acl) {
+    check(acl, acl.aclrtSetCurrentContext(context), "aclrtSetCurrentContext");
+  }
+
+ private:
+  const Keep former_;
 };
 
 plans::DType plan_dtype(DType dtype) {
@@ -221,8 +233,9 @@ class NpuStore : public PageStore {
 
  private:
   void open(int32_t device) {
+    const Keep former(*acl_);
+    // A new context is the current one.
     check(*acl_, acl_->aclrtCreateContext(&context_, device), "aclrtCreateContext");
-    const Enter enter(*acl_, context_);
     check(*acl_, acl_->aclrtCreateStream(&stream_), "aclrtCreateStream");
     const int64_t pages = shape_.rows() * shape_.row_bytes();
     k_pages_ = device_memory(pages);
@@ -254,19 +267,34 @@ class NpuStore : public PageStore {
     for (auto [memory, size] : {std::pair{&in_host_, in_size_}, {&out_host_, out_size_}}) {
       check(*acl_, acl_->aclrtMallocHost(memory, size), "aclrtMallocHost");
     }
-    // Few slots are cut into more splits: the most space is not that of the most slots.
+    workspace_size_ = most_workspace();
+    workspace_ = device_memory(workspace_size_);
+  }
+
+  // The space of the largest call. Few slots are cut into more splits than many, and a
+  // shorter length now and then into more than the whole row; but never into more than
+  // give each core an item. With more slots than cores there is one split.
+  int64_t most_workspace() const {
     plans::PagedAttentionProblem p = problem_of(shape_, arch_, cores_);
-    for (p.slots = 1; p.slots <= std::max(1, shape_.max_slots); ++p.slots) {
+    int64_t most = 0;
+    const auto count = [&](int32_t slots) {
+      p.slots = slots;
+      const int64_t items = int64_t{slots} * p.kv_heads;
+      p.splits = static_cast<int32_t>(
+          std::clamp<int64_t>(cores_ / items, 1, plans::kMaxSplits));
       plans::PagedAttentionPlan plan;
       require(plans::plan_paged_attention(p, &plan), plan.error);
-      workspace_size_ = std::max(workspace_size_, plan.workspace_bytes);
-    }
-    workspace_ = device_memory(workspace_size_);
+      most = std::max(most, plan.workspace_bytes);
+    };
+    for (int32_t slots = 1; slots < std::min(cores_, shape_.max_slots); ++slots) count(slots);
+    count(std::max(1, shape_.max_slots));
+    return most;
   }
 
   // Frees all there is; nothing here may throw, and a lost device must not stop it.
   void close() noexcept {
     if (context_ == nullptr) return;
+    const Keep former(*acl_, context_);
     acl_->aclrtSetCurrentContext(context_);
     if (stream_ != nullptr) {
       // After a failure the stream may hold work that never ends.
@@ -400,6 +428,10 @@ Probe probe_npu(int32_t device) {
   const char* name = acl->aclrtGetSocName();
   const std::string soc = name != nullptr ? name : "";
   probe.arch = arch_of(soc);
+  if (probe.arch == 0) {
+    probe.text = "the NPU is '" + soc + "', neither a 910A, a 910B1 to 910B4 nor a 910_93";
+    return probe;
+  }
   if (probe.arch != kernels->arch) {
     probe.text = "the NPU is '" + soc + "', arch " + std::to_string(probe.arch) +
                  ", but the kernels were built for arch " + std::to_string(kernels->arch);

@@ -87,6 +87,9 @@ struct Probe {
 };
 Probe probe_npu(int32_t device);
 
+// Frees what the handlers for arrays on an NPU keep between calls. None may be under way.
+void forget_npu_handlers();
+
 // Whether the kernels of an architecture can do it; empty, or why not, with the numbers.
 std::string npu_refuses(const Shape& shape, int32_t arch, int32_t cores, float scale,
                         int32_t window, float soft_cap);

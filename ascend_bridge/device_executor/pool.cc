@@ -232,6 +232,9 @@ int32_t Pool::row_of(int32_t layer, int32_t page) const {
 
 namespace {
 
+// Of one array: what addresses of 48 bits reach. A sum of several still fits int64.
+constexpr int64_t kMostBytes = int64_t{1} << 48;
+
 // Never destroyed: calls may come as late as the end of the process.
 struct Registry {
   std::mutex mutex;
@@ -244,12 +247,31 @@ Registry& registry() {
   return *it;
 }
 
+// Throws unless every count of places and of bytes can be computed with.
+void check_sizes(const Shape& s) {
+  const int64_t places = product({s.num_layers, s.num_pages, s.page_size});
+  require(places <= INT32_MAX,
+          text(s.num_layers) + " layers of " + text(s.num_pages) + " pages of " +
+              text(s.page_size) + " tokens have more places than int32 can count");
+  const int64_t of_token = product({s.kv_heads, s.head_dim, dtype_bytes(s.dtype)});
+  const int64_t of_slot = product({s.heads, s.head_dim, dtype_bytes(s.dtype)});
+  const std::pair<const char*, int64_t> all[] = {
+      {"the keys", product({places, of_token})},
+      {"the new keys of a call", product({s.max_tokens, of_token})},
+      {"the queries of a call", product({s.max_slots, of_slot})},
+      {"the table of a call", product({s.max_slots, s.pages_per_slot, 4})},
+      {"the copies of a call", product({s.max_slots, s.num_layers, 4})},
+  };
+  for (const auto& [what, bytes] : all) {
+    require(bytes <= kMostBytes,
+            std::string(what) + " take more than " + text(kMostBytes) + " bytes", Kind::kMemory);
+  }
+}
+
 }  // namespace
 
 int32_t open_pool(const Shape& shape, bool npu, int32_t device, int32_t timeout_ms) {
-  require(shape.rows() * shape.page_size <= INT32_MAX,
-          text(shape.rows()) + " pages of " + text(shape.page_size) +
-              " tokens have more places than int32 can count");
+  check_sizes(shape);
   auto store = npu ? open_npu_store(shape, device, timeout_ms) : open_host_store(shape);
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);

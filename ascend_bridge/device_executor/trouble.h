@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 namespace pagedjax::device {
@@ -24,5 +25,14 @@ inline void require(bool fine, const std::string& message, Kind kind = Kind::kIn
 }
 
 inline std::string text(int64_t number) { return std::to_string(number); }
+
+// The product of sizes, none negative; INT64_MAX where it is more than that.
+inline int64_t product(std::initializer_list<int64_t> sizes) {
+  int64_t all = 1;
+  for (int64_t size : sizes) {
+    if (__builtin_mul_overflow(all, size, &all)) return INT64_MAX;
+  }
+  return all;
+}
 
 }  // namespace pagedjax::device

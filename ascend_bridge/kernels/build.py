@@ -7,10 +7,16 @@
     kernels.cpp --(bisheng)-------------------> libpagedjax_ascend_kernels.so
     kernels.cpp --(g++, ../simulator/include)-> libpagedjax_ascend_sim_2201_....so
 
-With CANN there are two ways, by chip. 910B1 to 910B4 and 910_93: `bisheng` with
-`--npu-arch=dav-2201`. 910A (Ascend910, ProA, ProB, and `Ascend910B` without a digit):
-the vendor's older CMake project, for which `CMakeLists.txt` is beside this file. What a
-machine cannot do is said in one line and ends with status 77, which is no success.
+With CANN there are two ways. `bisheng --npu-arch=dav-2201`, of CANN 8.5 and newer, for
+910B1 to 910B4 and 910_93. The vendor's older CMake project, for which `CMakeLists.txt`
+is beside this file, for an older CANN (`--cmake`), and in any for the 910A (ProA, ProB,
+PremiumA, and `Ascend910B` without a digit). What a machine cannot do is said in one
+line and ends with status 77, which is no success.
+
+The name of a chip, from the vendor's guide: on A2 (910B) and 910A it is what `npu-smi
+info` prints under Name, with or without `Ascend` in front of it (910B3, Ascend910B3).
+On A3 that is only `Ascend910`; there `npu-smi info -t board -i ID -c CHIP` prints a
+Chip Name and an NPU Name, to be joined by `_` (Ascend910_9392).
 
 This module imports nothing outside the standard library.
 """
@@ -29,6 +35,7 @@ import tempfile
 from collections.abc import Iterator
 
 __all__ = [
+    "BuildFailedError",
     "CannotBuildError",
     "arch_of_soc",
     "build_for_npu",
@@ -48,6 +55,14 @@ CACHE = (
 ARCHES = (1001, 2201)
 LIBRARY = "libpagedjax_ascend_kernels.so"
 CANNOT = 77
+# Where `ascendc.cmake` lies depends on the version of CANN.
+_CMAKE_FOLDERS = (
+    "tools/tikcpp/ascendc_kernel_cmake",
+    "compiler/tikcpp/ascendc_kernel_cmake",
+    "ascendc_devkit/tikcpp/samples/cmake",
+)
+# What a launch calls, by version; a library that is loaded by dlopen has to name it.
+_RUNTIME = ("ascendcl", "acl_rt", "runtime")
 # Names by which the vendor's headers know the two architectures.
 _HEADER_FLAGS = {
     2201: ("-D__NPU_ARCH__=2201", "-D__DAV_C220__", "-D__DAV_C220_VEC__"),
@@ -57,6 +72,10 @@ _HEADER_FLAGS = {
 
 class CannotBuildError(RuntimeError):
     """Something that is needed is not on this machine; the message says what."""
+
+
+class BuildFailedError(RuntimeError):
+    """The tools ended without an error, and there is no library."""
 
 
 def build_simulated(
@@ -124,20 +143,27 @@ def build_simulated(
 
 
 def build_for_npu(
-    soc: str, target: str | os.PathLike[str], *, cann: pathlib.Path | None = None
+    soc: str,
+    target: str | os.PathLike[str],
+    *,
+    cann: pathlib.Path | None = None,
+    cmake: bool = False,
 ) -> pathlib.Path:
     """Compile the kernels for a chip with the vendor's compiler.
 
     Args:
-        soc: name of the chip as `npu-smi info` prints it, such as "Ascend910B3".
+        soc: name of the chip, such as "Ascend910B3" or "910B3"; the docstring of this
+            module says where to find it.
         target: folder for the library.
         cann: root of CANN; None means $ASCEND_HOME_PATH.
+        cmake: by the CMake project of older versions of CANN, whatever the chip.
 
     Returns:
         The path of the library.
 
     Raises:
         CannotBuildError: CANN, its compiler or its CMake files are not there.
+        BuildFailedError: the tools wrote no library.
         ValueError: the kernels do not know the chip.
         subprocess.CalledProcessError: the compiler failed.
     """
@@ -145,23 +171,35 @@ def build_for_npu(
     root = cann or find_cann()
     folder = pathlib.Path(target)
     folder.mkdir(parents=True, exist_ok=True)
-    if arch == 2201:
+    made = folder / LIBRARY
+    if arch == 2201 and not cmake:
         bisheng = shutil.which("bisheng") or shutil.which("bisheng", path=root / "bin")
         if bisheng is None:
             raise CannotBuildError(f"bisheng is neither in PATH nor in {root / 'bin'}")
-        subprocess.run(_bisheng_command(bisheng, root, folder), check=True)
+        made.unlink(missing_ok=True)
+        subprocess.run(_bisheng_command(bisheng, root, made), check=True)
     else:
         if shutil.which("cmake") is None:
             raise CannotBuildError("cmake is not installed")
+        places = [root / x for x in _CMAKE_FOLDERS if (root / x).is_dir()]
+        place = next((x for x in places if (x / "ascendc.cmake").is_file()), None)
+        if place is None:
+            raise CannotBuildError(
+                f"ascendc.cmake is in none of {', '.join(_CMAKE_FOLDERS)} of {root}"
+            )
+        made.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as work:
             for step in (
-                ["-S", str(HERE), "-B", work, f"-DSOC_VERSION={soc}"]
+                ["-S", str(HERE), "-B", work, f"-DSOC_VERSION={_full_name(soc)}"]
+                + [f"-DASCENDC_CMAKE_DIR={place}"]
                 + [f"-DASCEND_CANN_PACKAGE_PATH={root}"]
                 + [f"-DCMAKE_INSTALL_PREFIX={folder}"],
                 ["--build", work, "--target", "install"],
             ):
                 subprocess.run(["cmake", *step], check=True)
-    return folder / LIBRARY
+    if not made.is_file():
+        raise BuildFailedError(f"the tools ended without an error but left no {made}")
+    return made
 
 
 def check_headers(*, cann: pathlib.Path | None = None) -> None:
@@ -217,33 +255,52 @@ def arch_of_soc(soc: str) -> int:
 
     `Ascend910B` without a digit is of the 910A family; the A2 parts have one.
 
+    Args:
+        soc: as in `build_for_npu`.
+
+    Raises:
+        ValueError: it is none of them, or `Ascend910`, which several call themselves.
+
     Example:
         >>> from ascend_bridge.kernels import build
-        >>> [build.arch_of_soc(x) for x in ("Ascend910B3", "Ascend910_9392")]
+        >>> [build.arch_of_soc(x) for x in ("910B3", "Ascend910_9392")]
         [2201, 2201]
         >>> [build.arch_of_soc(x) for x in ("Ascend910A", "Ascend910B")]
         [1001, 1001]
     """
-    name = soc.lower()
+    name = _full_name(soc).lower()
     if re.fullmatch(r"ascend910b[1-4].*|ascend910_93.*", name):
         return 2201
-    if re.fullmatch(r"ascend910(a|b|proa|prob|premiuma)?", name):
+    if re.fullmatch(r"ascend910(a|b|proa|prob|premiuma)", name):
         return 1001
+    if name == "ascend910":
+        raise ValueError(
+            f"soc {soc!r} is not one chip: for a 910A say Ascend910A; on A3 `npu-smi "
+            "info -t board -i ID -c CHIP` prints a Chip Name and an NPU Name, to be "
+            "joined by _, such as Ascend910_9392"
+        )
     raise ValueError(f"soc {soc!r} is neither a 910A, a 910B1 to 910B4 nor a 910_93")
 
 
-def _bisheng_command(
-    bisheng: str, root: pathlib.Path, folder: pathlib.Path
-) -> list[str]:
-    """Return the command for architecture 2201; header folders differ by version."""
+def _full_name(soc: str) -> str:
+    """Return the name with the word that `npu-smi info` leaves out on some chips."""
+    return soc if soc.lower().startswith("ascend") else f"Ascend{soc}"
+
+
+def _bisheng_command(bisheng: str, root: pathlib.Path, made: pathlib.Path) -> list[str]:
+    """Return the command for architecture 2201; folders differ by version."""
     candidates = [root / "include", root / "asc", root / "asc/include"]
     tikcpp = root / "compiler/tikcpp/tikcfw"
     candidates += [tikcpp, tikcpp / "impl", tikcpp / "interface"]
-    command = [bisheng, "-xcce", "-shared", "-fPIC", "-O2", "-std=c++17"]
+    command = [bisheng, "-shared", "-fPIC", "-O2", "-std=c++17"]
     command += ["--npu-arch=dav-2201", "-DPAGEDJAX_ASCEND_ARCH=2201"]
     command += [f"-I{include}" for include in candidates if include.is_dir()]
-    sources = [str(HERE / "kernels.cpp"), "-xc++", str(HERE / "plan.cpp")]
-    return [*command, *sources, "-o", str(folder / LIBRARY)]
+    command += ["-x", "asc", str(HERE / "kernels.cpp")]
+    command += ["-x", "c++", str(HERE / "plan.cpp")]
+    libraries = root / "lib64"
+    there = [x for x in _RUNTIME if (libraries / f"lib{x}.so").exists()]
+    command += [f"-L{libraries}", *(f"-l{name}" for name in there)] if there else []
+    return [*command, "-o", str(made)]
 
 
 def _compile_all(
@@ -298,17 +355,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--simulator", type=int, choices=ARCHES, metavar="ARCH")
-    action.add_argument("--soc", help="chip to build for, such as Ascend910B3")
+    action.add_argument(
+        "--soc",
+        help="chip to build for: 910B3 or Ascend910B3, Ascend910_9392 (A3: Chip Name _ "
+        "NPU Name of `npu-smi info -t board -i ID -c CHIP`), Ascend910A",
+    )
     action.add_argument("--check-headers", action="store_true")
     parser.add_argument(
         "-o", "--output", default=str(HERE), help="folder of the library"
+    )
+    parser.add_argument(
+        "--cmake", action="store_true", help="with --soc: for CANN older than 8.5"
     )
     options = parser.parse_args()
     try:
         if options.simulator:
             print(build_simulated(options.simulator))
         elif options.soc:
-            print(build_for_npu(options.soc, options.output))
+            print(build_for_npu(options.soc, options.output, cmake=options.cmake))
         else:
             check_headers()
             print(
@@ -320,6 +384,9 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BuildFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except subprocess.CalledProcessError as error:
         print(error.stderr or f"{error.cmd[0]} failed", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ class Combine {
     out_.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(out), int64_t{used_rows_} * dim_);
     if (return_lse_) lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(lse), rows_);
 
+    // The same list as combine_ub_bytes in plan.h.
     pipe->InitBuffer(parts_, 2, (kCombineRows * dim_ + 3 * kSpan) * sizeof(float));
     pipe->InitBuffer(results_, 2, kCombineRows * dim_ * sizeof(T));
     pipe->InitBuffer(lses_, 1, kCombineRows * sizeof(float));

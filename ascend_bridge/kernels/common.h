@@ -20,10 +20,17 @@ namespace pagedjax_ascend {
 using namespace AscendC;
 
 #if PAGEDJAX_ASCEND_ARCH == 2201
-// Vector cores alone; the cube cores of the chip stay idle.
+// Vector cores alone; the cube cores of the chip stay idle. The keyword says it to the
+// compiler, the macro to the scripts of ascendc.cmake, and each means nothing to the other.
+#if defined(PAGEDJAX_BY_ASCENDC_CMAKE)
+#define PAGEDJAX_KERNEL extern "C" __global__ __aicore__
+#else
+#define PAGEDJAX_KERNEL extern "C" __global__ __vector__
+#endif
 #define PAGEDJAX_VECTOR_ONLY() KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY)
 constexpr AscendC::RoundMode kNarrow = AscendC::RoundMode::CAST_RINT;
 #else
+#define PAGEDJAX_KERNEL extern "C" __global__ __aicore__
 #define PAGEDJAX_VECTOR_ONLY() static_cast<void>(0)
 // The only mode there is from float; it rounds to nearest.
 constexpr AscendC::RoundMode kNarrow = AscendC::RoundMode::CAST_NONE;

@@ -13,7 +13,7 @@
 #define PAGEDJAX_START(kernel, blocks, stream, ...) (kernel(__VA_ARGS__), 0)
 #else
 #define PAGEDJAX_START(kernel, blocks, stream, ...) \
-  (kernel<<<blocks, nullptr, stream>>>(__VA_ARGS__), 0)
+  (kernel<<<blocks, 0, stream>>>(__VA_ARGS__), 0)
 #endif
 
 using pagedjax_ascend::BlockCopy;
@@ -21,10 +21,8 @@ using pagedjax_ascend::Combine;
 using pagedjax_ascend::PagedAttention;
 using pagedjax_ascend::ReshapeAndCache;
 
-extern "C" __global__ __aicore__ void pagedjax_attend_f16(GM_ADDR q, GM_ADDR k, GM_ADDR v,
-                                                          GM_ADDR table, GM_ADDR lens,
-                                                          GM_ADDR workspace,
-                                                          GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_attend_f16(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR table,
+                                         GM_ADDR lens, GM_ADDR workspace, GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   PagedAttention<half> kernel;
@@ -32,8 +30,8 @@ extern "C" __global__ __aicore__ void pagedjax_attend_f16(GM_ADDR q, GM_ADDR k, 
   kernel.process();
 }
 
-extern "C" __global__ __aicore__ void pagedjax_combine_f16(GM_ADDR workspace, GM_ADDR out,
-                                                           GM_ADDR lse, GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_combine_f16(GM_ADDR workspace, GM_ADDR out, GM_ADDR lse,
+                                          GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   Combine<half> kernel;
@@ -42,10 +40,8 @@ extern "C" __global__ __aicore__ void pagedjax_combine_f16(GM_ADDR workspace, GM
 }
 
 #if PAGEDJAX_ASCEND_ARCH == 2201
-extern "C" __global__ __aicore__ void pagedjax_attend_bf16(GM_ADDR q, GM_ADDR k, GM_ADDR v,
-                                                           GM_ADDR table, GM_ADDR lens,
-                                                           GM_ADDR workspace,
-                                                           GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_attend_bf16(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR table,
+                                          GM_ADDR lens, GM_ADDR workspace, GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   PagedAttention<bfloat16_t> kernel;
@@ -53,8 +49,8 @@ extern "C" __global__ __aicore__ void pagedjax_attend_bf16(GM_ADDR q, GM_ADDR k,
   kernel.process();
 }
 
-extern "C" __global__ __aicore__ void pagedjax_combine_bf16(GM_ADDR workspace, GM_ADDR out,
-                                                            GM_ADDR lse, GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_combine_bf16(GM_ADDR workspace, GM_ADDR out, GM_ADDR lse,
+                                           GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   Combine<bfloat16_t> kernel;
@@ -63,9 +59,8 @@ extern "C" __global__ __aicore__ void pagedjax_combine_bf16(GM_ADDR workspace, G
 }
 #endif
 
-extern "C" __global__ __aicore__ void pagedjax_write_rows(GM_ADDR k_new, GM_ADDR v_new,
-                                                          GM_ADDR k, GM_ADDR v,
-                                                          GM_ADDR slots, GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_write_rows(GM_ADDR k_new, GM_ADDR v_new, GM_ADDR k, GM_ADDR v,
+                                         GM_ADDR slots, GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   ReshapeAndCache kernel;
@@ -73,9 +68,8 @@ extern "C" __global__ __aicore__ void pagedjax_write_rows(GM_ADDR k_new, GM_ADDR
   kernel.process();
 }
 
-extern "C" __global__ __aicore__ void pagedjax_copy_blocks(GM_ADDR k, GM_ADDR v, GM_ADDR src,
-                                                           GM_ADDR dst, GM_ADDR cumsum,
-                                                           GM_ADDR tiling) {
+PAGEDJAX_KERNEL void pagedjax_copy_blocks(GM_ADDR k, GM_ADDR v, GM_ADDR src, GM_ADDR dst,
+                                          GM_ADDR cumsum, GM_ADDR tiling) {
   PAGEDJAX_VECTOR_ONLY();
   AscendC::TPipe pipe;
   BlockCopy kernel;

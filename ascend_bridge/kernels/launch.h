@@ -21,8 +21,8 @@
 
 #define PAGEDJAX_ASCEND_API extern "C" __attribute__((visibility("default")))
 
-// Changes when an argument or a struct of tiling.h or plan.h does.
-#define PAGEDJAX_ASCEND_VERSION 1
+// Changes when an argument or a struct of tiling.h or plan.h does, or what a field means.
+#define PAGEDJAX_ASCEND_VERSION 2
 
 PAGEDJAX_ASCEND_API int pagedjax_ascend_version(void);
 // 1001 or 2201, what the kernels were compiled for.
@@ -31,7 +31,8 @@ PAGEDJAX_ASCEND_API int pagedjax_ascend_arch(void);
 PAGEDJAX_ASCEND_API int pagedjax_ascend_is_simulated(void);
 
 // Decode attention, first half: partial results of every split into the workspace.
-// q [S, H, D], k and v [N, page_size, K, D], table int32[S, P], lens int32[S];
+// q [S, H, D], k and v [N, page_size, K, D], table int32[S, P], lens int32[S], of which what
+// is over P * page_size counts as that and what is negative as 0;
 // `tiling` is a PagedAttentionTiling; `blocks` is plan.blocks.
 PAGEDJAX_ASCEND_API int pagedjax_ascend_paged_attention(
     int32_t dtype, uint32_t blocks, void* stream, void* q, void* k, void* v, void* table,

@@ -61,7 +61,7 @@ class PagedAttention {
     pipe->InitBuffer(compact_buffer_, round_up(group_, kLanes) * sizeof(float));
     pipe->InitBuffer(fresh_buffer_, fresh * sizeof(float));
     pipe->InitBuffer(decay_buffer_, fresh * sizeof(float));
-    pipe->InitBuffer(cap_buffer_, kMaxTile * sizeof(float));
+    pipe->InitBuffer(cap_buffer_, 3 * kLanes * sizeof(float));
     ids_.init(pipe, table, int64_t{slots_} * pages_per_slot_);
     wide_ = wide_buffer_.Get<float>();
     products_ = products_buffer_.Get<float>();
@@ -75,7 +75,10 @@ class PagedAttention {
     // Lanes that instructions read in whole blocks, and never use, hold a number.
     AscendC::Duplicate(scores_, 0.0f, group_ * kMaxTile);
     AscendC::Duplicate(compact_, 0.0f, round_up(group_, kLanes));
-    AscendC::Duplicate(cap_, 2 * soft_cap_, kMaxTile);
+    const float end = soft_cap_ < -kLowest / kTanhEnd ? kTanhEnd * soft_cap_ : -kLowest;
+    AscendC::Duplicate(cap_, soft_cap_, kLanes);
+    AscendC::Duplicate(cap_[kLanes], end, kLanes);
+    AscendC::Duplicate(cap_[2 * kLanes], -end, kLanes);
   }
 
   __aicore__ inline void process() {
@@ -92,13 +95,14 @@ class PagedAttention {
   }
 
  private:
-  // The keys [low_, high_) of this item. Those before a window are not looked at.
+  // The keys [low_, high_) of this item. Those before a window are not looked at, and a
+  // length past the table row is that of the row.
   __aicore__ inline void find_span() {
-    const int32_t length = lens_.GetValue(slot_);
-    fault_ = length > pages_per_slot_ * page_size_;
+    const int32_t length = smaller(lens_.GetValue(slot_), pages_per_slot_ * page_size_);
+    fault_ = false;
     low_ = 0;
     high_ = 0;
-    if (length <= 0 || fault_) return;
+    if (length <= 0) return;
     const int32_t start = window_ > 0 ? larger(0, length - window_) : 0;
     const int32_t base = start / page_size_ * page_size_;
     // In int64: a split past the end of a long row would overflow.
@@ -210,22 +214,54 @@ class PagedAttention {
     lane_sums(scores_[g * kMaxTile], products_, count, left, dim_);
   }
 
-  // s = cap * tanh(x / cap) = cap - 2 cap / (exp(2 x / cap) + 1); the factor 2 / cap is
-  // in the query.
+  // s = cap * tanh(x / cap) = x / (z coth z) with z = x / cap, by Lambert's continued
+  // fraction (1761) for a quarter of z, and the doubling of the hyperbolic cotangent:
+  //
+  //   f(a) = a coth a = 1 + a^2 / (3 + a^2 / (5 + ...))      f(2 a) = f(a) + a^2 / f(a)
+  //
+  // All terms are positive, so no digit is lost however far the cap is above the scores,
+  // where a difference of exponentials would cancel. The room of the widened tile and of
+  // the products is free here: it takes some rows at once.
   __aicore__ inline void cap_scores(int32_t count) {
-    const uint64_t lanes = count;
-    const uint8_t rows = static_cast<uint8_t>(group_);
+    const int32_t room = larger(1, tile_ * dim_ / 2 / kMaxTile);
+    for (int32_t g = 0; g < group_; g += room) {
+      cap_rows(scores_[g * kMaxTile], count, static_cast<uint8_t>(smaller(room, group_ - g)));
+    }
+  }
+
+  __aicore__ inline void cap_rows(const AscendC::LocalTensor<float>& scores, uint64_t lanes,
+                                  uint8_t rows) {
     const AscendC::UnaryRepeatParams each(1, 1, 8, 8);
-    AscendC::Exp(scores_, scores_, lanes, rows, each);
+    const AscendC::BinaryRepeatParams both(1, 1, 1, 8, 8, 8);
+    const AscendC::BinaryRepeatParams by_one(1, 1, 0, 8, 8, 0);
+    const AscendC::LocalTensor<float> square = products_;
+    const AscendC::LocalTensor<float> part = products_[tile_ * dim_ / 2];
+    const AscendC::LocalTensor<float> ratio = wide_;
+    AscendC::Min(scores, scores, cap_[kLanes], lanes, rows, by_one);
     settle();
-    AscendC::Adds(scores_, scores_, 1.0f, lanes, rows, each);
+    AscendC::Max(scores, scores, cap_[2 * kLanes], lanes, rows, by_one);
     settle();
-    AscendC::Div(scores_, cap_, scores_, lanes, rows,
-                 AscendC::BinaryRepeatParams(1, 1, 1, 8, 0, 8));
+    AscendC::Div(square, scores, cap_, lanes, rows, by_one);
     settle();
-    AscendC::Muls(scores_, scores_, -1.0f, lanes, rows, each);
+    AscendC::Muls(square, square, 0.25f, lanes, rows, each);
     settle();
-    AscendC::Adds(scores_, scores_, soft_cap_, lanes, rows, each);
+    AscendC::Mul(square, square, square, lanes, rows, both);
+    AscendC::Duplicate(ratio, 9.0f, lanes, rows, 1, 8);
+    settle();
+    for (int32_t term = 7; term > 0; term -= 2) {
+      AscendC::Div(ratio, square, ratio, lanes, rows, both);
+      settle();
+      AscendC::Adds(ratio, ratio, static_cast<float>(term), lanes, rows, each);
+      settle();
+    }
+    for (int32_t times = 0; times < 2; ++times) {
+      AscendC::Div(part, square, ratio, lanes, rows, both);
+      AscendC::Muls(square, square, 4.0f, lanes, rows, each);
+      settle();
+      AscendC::Add(ratio, ratio, part, lanes, rows, both);
+      settle();
+    }
+    AscendC::Div(scores, scores, ratio, lanes, rows, both);
     settle();
   }
 
@@ -281,6 +317,9 @@ class PagedAttention {
     }
     results_.FreeTensor(result_);
   }
+
+  // The hyperbolic tangent of it is 1 in float32.
+  static constexpr float kTanhEnd = 9.5f;
 
   AscendC::GlobalTensor<T> q_, k_, v_;
   AscendC::GlobalTensor<int32_t> lens_;

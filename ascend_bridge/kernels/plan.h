@@ -6,6 +6,7 @@
 // serves every step whose lengths stay below it.
 #pragma once
 
+#include <cfloat>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -134,8 +135,16 @@ inline int64_t attention_ub_bytes(int64_t group, int64_t head_dim, int64_t tile)
          + group * head_dim * 2 + group * head_dim * 4        // q and widened q
          + group * kMaxTile * 4                               // scores
          + kMaxTile * kLanes * 4                              // spread weights
-         + rows * 4 + 2 * rows * kLanes * 4 + kMaxTile * 4    // small
+         + rows * 4 + 2 * rows * kLanes * 4 + 3 * kLanes * 4  // small
          + kIds * 4;                                          // page ids
+}
+
+// Bytes that the combining kernel's buffers take; its Init is the same list. What fits has
+// head_dim / 8 below 256, as the strides of instructions have to be.
+inline int64_t combine_ub_bytes(int64_t head_dim) {
+  const int64_t values = kCombineRows * head_dim, lanes = kCombineRows * kLanes;
+  return 2 * (values + 3 * lanes) * 4 + 2 * values * 2 + kCombineRows * 4 + values * 4 +
+         7 * lanes * 4;
 }
 
 // Cuts decode attention. False: plan->error says why not.
@@ -161,6 +170,12 @@ inline bool plan_paged_attention(const PagedAttentionProblem& p, PagedAttentionP
                   "head is %lld blocks of 32 bytes, a copy takes 65535",
                   p.kv_heads, p.head_dim, (long long)stride);
   }
+  if (combine_ub_bytes(p.head_dim) > chip->ub_bytes) {
+    return refuse(plan->error, "head_dim %d takes %lld bytes of the unified buffer to merge "
+                  "%d rows, arch %d has %lld",
+                  p.head_dim, (long long)combine_ub_bytes(p.head_dim), kCombineRows, p.arch,
+                  (long long)chip->ub_bytes);
+  }
   if (p.window < 0 || !(p.soft_cap >= 0)) {
     return refuse(plan->error, "window %d and soft_cap %g must be 0 (none) or more", p.window,
                   (double)p.soft_cap);
@@ -172,6 +187,10 @@ inline bool plan_paged_attention(const PagedAttentionProblem& p, PagedAttentionP
                   p.pages_per_slot, p.page_size, p.slots, p.heads);
   }
   const int64_t group = p.heads / p.kv_heads;
+  if (group > 255) {
+    return refuse(plan->error, "%lld query heads per kv head: an instruction takes 255 rows",
+                  (long long)group);
+  }
   int64_t tile = p.tile_tokens;
   if (tile == 0) {
     tile = kMaxTile;
@@ -183,7 +202,7 @@ inline bool plan_paged_attention(const PagedAttentionProblem& p, PagedAttentionP
     return refuse(plan->error, "tile_tokens %lld is not in [1, %d]", (long long)tile, kMaxTile);
   }
   plan->ub_bytes = attention_ub_bytes(group, p.head_dim, tile);
-  if (plan->ub_bytes > chip->ub_bytes || group > 255) {
+  if (plan->ub_bytes > chip->ub_bytes) {
     return refuse(plan->error, "%lld query heads per kv head with head_dim %d and tiles of "
                   "%lld tokens take %lld bytes of the unified buffer, arch %d has %lld",
                   (long long)group, p.head_dim, (long long)tile, (long long)plan->ub_bytes,
@@ -222,8 +241,9 @@ inline bool plan_paged_attention(const PagedAttentionProblem& p, PagedAttentionP
   t.split_tokens = (int32_t)span;
   t.rows = (int32_t)rows;
   t.return_lse = p.return_lse;
-  t.query_scale = p.soft_cap > 0 ? 2 * p.scale / p.soft_cap : p.scale;
-  t.soft_cap = p.soft_cap;
+  t.query_scale = p.scale;
+  // Denormal numbers count as 0 on some devices.
+  t.soft_cap = p.soft_cap > 0 && p.soft_cap < FLT_MIN ? FLT_MIN : p.soft_cap;
   plan->workspace_bytes = (t.stats_offset + splits * 3 * rows * kLanes) * 4;
   plan->blocks = (int32_t)smaller(p.cores, items * splits);
   plan->combine_blocks = (int32_t)smaller(p.cores, rows / kCombineRows);

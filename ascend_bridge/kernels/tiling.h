@@ -45,7 +45,7 @@ struct PagedAttentionTiling {
   int32_t split_tokens;    // tokens of a part, a multiple of page_size
   int32_t rows;            // S * H rounded up to kCombineRows
   int32_t return_lse;      // 0: the lse argument is not touched
-  float query_scale;       // factor of q: the scale, or twice it over the soft cap
+  float query_scale;       // factor of q
   float soft_cap;          // 0 = none
 };
 

@@ -45,6 +45,7 @@ def build_mock(
     source = HERE / "mock_acl.cc"
     headers = [
         HERE / "mock_acl.h",
+        HERE / "gate.h",
         HERE.parent / "device_executor" / "acl_functions.h",
         HERE.parent / "kernels" / "launch.h",
     ]

@@ -14,6 +14,7 @@
 
 #include "../device_executor/acl_functions.h"
 #include "../kernels/launch.h"
+#include "gate.h"
 
 namespace {
 
@@ -109,6 +110,13 @@ const Allocation* holder(const std::map<char*, Allocation>& all, const void* sta
   return offset + size <= after->second.size ? &after->second : nullptr;
 }
 
+int64_t bytes_of(const std::map<char*, Allocation>& all) {
+  const Lock lock(mock().mutex);
+  int64_t total = 0;
+  for (const auto& [start, allocation] : all) total += allocation.size;
+  return total;
+}
+
 // Lets the "device" into its memory while work is done for it.
 class Open {
  public:
@@ -165,13 +173,18 @@ void forget(Stream* stream) {
 EXPORT int aclInit(const char*) {
   const Lock lock(mock().mutex);
   if (mock().initialized) return acl::kRepeatedInit;
-  mock().initialized = true;
   if (const char* wish = std::getenv("PAGEDJAX_MOCK_ACL_FAIL")) {
     const std::string text = wish;
     const size_t colon = text.find(':');
-    mock_acl_fail(text.substr(0, colon).c_str(),
-                  colon == std::string::npos ? 1 : std::atoi(text.c_str() + colon + 1));
+    const std::string number = colon == std::string::npos ? "1" : text.substr(colon + 1);
+    const int nth = number.find_first_not_of("0123456789") == std::string::npos
+                        ? std::atoi(number.c_str()) : 0;
+    if (nth < 1 || mock_acl_fail(text.substr(0, colon).c_str(), nth) == 0) {
+      return fail(kInvalidParameter,
+                  "PAGEDJAX_MOCK_ACL_FAIL='" + text + "' is not kind:n of a known kind");
+    }
   }
+  mock().initialized = true;
   return 0;
 }
 
@@ -289,6 +302,7 @@ EXPORT int aclrtDestroyStreamForce(void* stream) {
 }
 
 EXPORT int aclrtSynchronizeStreamWithTimeout(void* stream, int32_t) {
+  mock_gate().pass();
   const Lock lock(mock().mutex);
   ++mock().waits;
   if (const int rc = enter()) return rc;
@@ -449,26 +463,19 @@ EXPORT int mock_acl_fail(const char* kind, int nth) {
   return 0;
 }
 
+EXPORT void mock_acl_hold(int shut) { mock_gate().set(shut != 0); }
+EXPORT int mock_acl_waiting() { return mock_gate().count(); }
+
 EXPORT void mock_acl_restore() {
+  mock_acl_hold(0);
   const Lock lock(mock().mutex);
   for (Failure& failure : mock().failures) failure.in = 0;
   mock().lost = false;
   mock().kernel_error.clear();
 }
 
-EXPORT int64_t mock_acl_device_bytes() {
-  const Lock lock(mock().mutex);
-  int64_t total = 0;
-  for (const auto& [start, allocation] : mock().device) total += allocation.size;
-  return total;
-}
-
-EXPORT int64_t mock_acl_pinned_bytes() {
-  const Lock lock(mock().mutex);
-  int64_t total = 0;
-  for (const auto& [start, allocation] : mock().pinned) total += allocation.size;
-  return total;
-}
+EXPORT int64_t mock_acl_device_bytes() { return bytes_of(mock().device); }
+EXPORT int64_t mock_acl_pinned_bytes() { return bytes_of(mock().pinned); }
 
 EXPORT int mock_acl_contexts() { return static_cast<int>(mock().contexts.size()); }
 EXPORT int mock_acl_streams() { return static_cast<int>(mock().streams.size()); }

@@ -19,8 +19,13 @@ extern "C" {
 // memory), "malloc_host", "copy", "launch" (refused), "kernel" (an exception in the
 // kernel, seen when the host waits), "timeout" (the wait ends before the work), "lost"
 // (the device is gone: this wait and everything after it fails, but for freeing). The
-// same comes from PAGEDJAX_MOCK_ACL_FAIL="kind:n". Returns 0 for an unknown kind.
+// same comes from PAGEDJAX_MOCK_ACL_FAIL="kind:n", and aclInit fails where that is
+// neither a known kind nor a number. Returns 0 for an unknown kind.
 int mock_acl_fail(const char* kind, int nth);
+// Shuts (1) or opens (0) a gate before which every wait for a stream stands still, 30
+// seconds at most; and how many stand there now.
+void mock_acl_hold(int shut);
+int mock_acl_waiting();
 // Ends all disturbances and brings a lost device back. What is allocated stays.
 void mock_acl_restore();
 

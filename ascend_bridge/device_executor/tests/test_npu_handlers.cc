@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../acl.h"
+#include "../page_store.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" XLA_FFI_Error* pagedjax_on_npu_paged_attention(XLA_FFI_CallFrame*);
@@ -157,8 +158,11 @@ void run() {
   Array q(kF16, {2, 2, 16}, std::vector<uint16_t>(64, one));
   Array table(kS32, {2, 1}, std::vector<int32_t>{1, 4});
   Array lens(kS32, {2}, std::vector<int32_t>{1, 0});
+  Array too_long(kS32, {2}, std::vector<int32_t>{1 << 30, -1});
+  Array whole(kS32, {2}, std::vector<int32_t>{16, 0});
   Array out(kF16, {2, 2, 16}, std::vector<uint16_t>(64, one));
-  Array lse(kF32, {2, 2}, std::vector<float>(4));
+  // Room behind it that the call must leave alone.
+  Array lse(kF32, {2, 2}, std::vector<float>(8, 7.0f));
   const float scale = 0.25f, soft_cap = 0.0f;
   const int64_t window = 0;
   const bool share = true;
@@ -174,6 +178,17 @@ void run() {
   expect(k_pages.read<uint16_t>()[256] == one && k_pages.read<uint16_t>()[0] == 0, "the copy");
   expect(out.read<uint16_t>()[0] == two && out.read<uint16_t>()[32] == 0, "the output");
   expect(lse.read<float>()[0] == 4.0f && lse.read<float>()[2] < -1e30f, "the log-sum-exp");
+  for (int i = 4; i < 8; ++i) expect(lse.read<float>()[i] == 7.0f, "past the log-sum-exps");
+  std::vector<float> sums[2];
+  for (int i = 0; i < 2; ++i) {
+    const std::string said = call(pagedjax_on_npu_paged_attention,
+                                  {&q, &k_pages, &v_pages, &table, i == 0 ? &whole : &too_long},
+                                  {&out, &lse}, options);
+    expect(said == "", "lengths: " + said);
+    wait();
+    sums[i] = lse.read<float>();
+  }
+  expect(sums[0] == sums[1] && sums[0][0] > 2.0f, "a length over the table is the table's");
   Array wrong(kF32, {2, 2, 16}, std::vector<float>(64));
   const std::string refused = call(pagedjax_on_npu_paged_attention,
                                    {&wrong, &k_pages, &v_pages, &table, &lens},
@@ -196,6 +211,11 @@ int main() {
     return 1;
   }
   run();
+  pagedjax::device::forget_npu_handlers();
+  using Bytes = int64_t();
+  void* const mock = dlopen(std::getenv("PAGEDJAX_ACL_LIBRARY"), RTLD_NOW);
+  auto* const bytes = reinterpret_cast<Bytes*>(dlsym(mock, "mock_acl_device_bytes"));
+  expect(bytes != nullptr && bytes() == 0, "nothing is kept on the device");
   std::printf(failures == 0 ? "handlers on an NPU: fine\n" : "handlers on an NPU: FAILED\n");
   return failures == 0 ? 0 : 1;
 }

@@ -14,6 +14,7 @@
 
 #define __global__
 #define __aicore__
+#define __vector__
 #define __gm__
 #define __ubuf__
 #define GM_ADDR uint8_t*
