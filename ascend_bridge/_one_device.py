@@ -42,7 +42,9 @@ def _require_one(devices: int) -> None:
 
 
 def _lower(context: Any, version: Any) -> list[Any]:
-    _require_one(getattr(context.module_context.axis_context, "num_devices", 1))
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)  # inside shard_map
+    _require_one(mesh.size if mesh is not None else getattr(axes, "num_devices", 1))
     return [version]
 
 

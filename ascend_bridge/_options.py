@@ -29,6 +29,8 @@ def checked_window(window: Any) -> int:
         return 0
     if isinstance(window, jax.core.Tracer):
         raise TypeError("window must be a Python int, got a traced value")
+    if isinstance(window, bool) or not hasattr(window, "__index__"):
+        raise TypeError(f"window must be an int or None, got {window!r}")
     window = operator.index(window)
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}; None means none")
@@ -68,17 +70,21 @@ def int32(name: str, values: Any) -> jax.Array:
     Raises:
         TypeError: they are no integers.
     """
-    array = jnp.asarray(values)
+    # Before jax sees them: without 64 bits it would cut large integers to 32.
+    array = values if isinstance(values, jax.Array) else np.asarray(values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must hold integers, got {array.dtype}")
     held = jnp.iinfo(array.dtype)
     if held.max > _INT32_MAX:
-        array = jnp.clip(array, max(int(held.min), _INT32_MIN), _INT32_MAX)
-    return array.astype(jnp.int32)
+        array = array.clip(max(int(held.min), _INT32_MIN), _INT32_MAX)
+    return jnp.asarray(array.astype(np.int32))
 
 
 def _static_float(name: str, value: Any) -> float:
     """Return a Python float; a traced value is a TypeError that names the option."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, got a traced value")
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None

@@ -105,8 +105,8 @@ class BuildRecord:
     Attributes:
         built: whether there is a library.
         reason: why not, or which compiler and headers.
-        made_from: a hash of what the library is made from; a build with the same
-            hash does nothing.
+        made_from: a hash of what the library is made from, and of the library; a build
+            that finds both as they were does nothing.
     """
 
     built: bool
@@ -146,8 +146,9 @@ def build_host(
         include = pathlib.Path(headers) if headers is not None else include_dir()
         version = ffi_version(include)
         reason = f"{command}, FFI headers {version[0]}.{version[1]}"
-        record = BuildRecord(True, reason, _hash_of_inputs(command, reason))
-        if (target / LIBRARY).exists() and read_record(target) == record:
+        inputs = _hash_of_inputs(command, reason)
+        record = _record_of(target / LIBRARY, reason, inputs)
+        if record is not None and read_record(target) == record:
             return record
         compile_library(
             target / LIBRARY,
@@ -155,6 +156,8 @@ def build_host(
             (*CORE_SOURCES, *DEVICE_SOURCES, "ffi.cc"),
             include=include,
         )
+        record = _record_of(target / LIBRARY, reason, inputs)
+        assert record is not None
     except BuildError as error:
         (target / LIBRARY).unlink(missing_ok=True)
         record = BuildRecord(False, str(error))
@@ -271,11 +274,21 @@ def compile_library(
         os.replace(fresh, output)
 
 
+def _record_of(library: pathlib.Path, reason: str, inputs: str) -> BuildRecord | None:
+    """Return the record of a library as it is; None if there is none."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return None
+    return BuildRecord(
+        True, reason, hashlib.sha256(inputs.encode() + content).hexdigest()
+    )
+
+
 def _hash_of_inputs(compiler: str, reason: str) -> str:
     """Hash the sources, this file, and what the compiler says it is."""
-    digest = hashlib.sha256(
-        f"{reason}\n{_run([*compiler.split(), '--version'])}".encode()
-    )
+    said = [_run([*compiler.split(), flag]) for flag in ("--version", "-dumpmachine")]
+    digest = hashlib.sha256("\n".join([reason, *said]).encode())
     files = [pathlib.Path(__file__)]
     for folder in (SOURCES, DEVICE, KERNELS):
         files += sorted(folder.glob("*.h")) + sorted(folder.glob("*.cc"))
@@ -315,4 +328,5 @@ def _run(command: list[str]) -> str:
 if __name__ == "__main__":
     made = build_host()
     print(f"{'built' if made.built else 'not built'}: {made.reason}")
-    sys.exit(not made.built)
+    # 77: there is nothing to build with. A compiler that fails is an error.
+    sys.exit(0 if made.built else 77 if made.reason.startswith("no ") else 1)

@@ -89,21 +89,24 @@ def main(cases: tuple[Case, ...] = CASES) -> int:
         print(f"NOT DONE: no NPU to check: {text}", file=sys.stderr)
         return CANNOT
     for line in _about_the_machine():
-        print(line)
+        print(line, flush=True)
     arch, _ = ascend.npu_arch_and_cores()
-    wrong = 0
+    done = wrong = 0
     for case in cases:
         if case.dtype == "bfloat16" and arch == 1001:
-            print(f"not run  {case.name}: a 910A does not compute bfloat16")
+            print(f"{case.name} ... not run: a 910A does not compute bfloat16")
             continue
+        # Said before it is run: a device may hang, or take the process with it.
+        print(f"{case.name} ...", end=" ", flush=True)
         started = time.perf_counter()
         problems = check(case)
         seconds = time.perf_counter() - started
+        done += 1
         wrong += bool(problems)
-        print(f"{'WRONG' if problems else 'right'}    {case.name} ({seconds:.2f} s)")
+        print(f"{'WRONG' if problems else 'right'} ({seconds:.2f} s)", flush=True)
         for problem in problems:
-            print(f"         {problem}", flush=True)
-    print(f"{wrong} of {len(cases)} cases are wrong")
+            print(f"    {problem}", flush=True)
+    print(f"{wrong} of {done} cases are wrong")
     return int(wrong > 0)
 
 
@@ -217,7 +220,8 @@ def _compare(name: str, got: np.ndarray, want: np.ndarray, limit: float) -> list
     """Return what is wrong with numbers that may differ by rounding."""
     a, b = got.astype(np.float64), want.astype(np.float64)
     problems = []
-    for kind, has in (("NaN", np.isnan), ("-inf", np.isneginf)):
+    kinds = ("NaN", np.isnan), ("-inf", np.isneginf), ("inf", np.isposinf)
+    for kind, has in kinds:
         if count := int((has(a) != has(b)).sum()):
             problems.append(f"{name}: {kind} in {count} other places than on the host")
     both = np.isfinite(a) & np.isfinite(b)

@@ -464,13 +464,15 @@ def _quantise(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gives what a page of this dtype holds for values[..., D], and their scales.
 
-    Infinity and NaN stay visible: their scale is infinite or NaN.
+    Infinity and NaN stay visible: their scale is infinite, and 0 times that NaN.
     """
     largest = _LARGEST.get(dtype.name)
     if largest is None:
         return values, None
     values = values.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(values), axis=-1) / largest
+    # NaN counts as infinity: XLA's vectorised maximum on CPU leaves NaN out.
+    sizes = jnp.where(jnp.isnan(values), jnp.inf, jnp.abs(values))
+    scales = jnp.max(sizes, axis=-1) / largest
     # All zeros, or too small for a scale: stored as zeros.
     scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
     small = values / scales[..., None]

@@ -24,7 +24,7 @@ def test_the_mock_is_right(capsys: pytest.CaptureFixture[str]) -> None:
         status = check_device.main(SMALL)
     report = capsys.readouterr().out
     assert status == 0, report
-    assert report.count("right    ") == len(SMALL)
+    assert report.count(" ... right") == len(SMALL)
     assert "device: Ascend910B3 with" in report and "kernels: for arch 2201" in report
     assert f"0 of {len(SMALL)} cases are wrong" in report
 
@@ -36,8 +36,15 @@ def test_an_error_of_the_device_is_a_line(capsys: pytest.CaptureFixture[str]) ->
         mock.fail("kernel")
         assert check_device.main(SMALL[:2]) == 1
     report = capsys.readouterr().out
-    assert "WRONG    one token" in report and "right    around a page" in report
+    assert "one token ... WRONG" in report and "around a page ... right" in report
     assert "1 of 2 cases are wrong" in report
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_compared(bad: float) -> None:
+    right, wrong = np.array([1.0, bad]), np.array([1.0, 1.0])
+    assert check_device._compare("out", right, right, 0.1) == []
+    assert "in 1 other places" in check_device._compare("out", wrong, right, 0.1)[0]
 
 
 @needs_mock

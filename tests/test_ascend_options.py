@@ -135,7 +135,7 @@ def call(pool: ascend.DevicePool, layer=0, **options) -> jax.Array:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"window": 2.5}, TypeError, "'float' object cannot be interpreted as an int"),
+        ({"window": 2.5}, TypeError, "window must be an int or None, got 2.5"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"soft_cap": 1e-46}, ValueError, "soft_cap must be positive and finite"),
         ({"soft_cap": 1e39}, ValueError, "soft_cap must be positive and finite"),
@@ -209,6 +209,21 @@ def test_a_page_past_int32_is_no_page() -> None:
     ]
 
 
+def test_numpy_ids_past_int32_are_not_cut() -> None:
+    """Without 64 bits jax would keep the low half of each."""
+    pool = open_small(executor="host")
+    k, v = tokens_for(pool, 2)
+    pool = ascend.write_kv(pool, 0, k, v, np.array([2**40, 2**33]), np.array([0, 0]))
+    _, held, _ = ascend.read_pages(pool, 0, jnp.array([0]))
+    assert not np.any(held)
+    ascend.close_pool(pool)
+    assert _options.int32("x", np.array([2**40, -(2**40), 5])).tolist() == [
+        2**31 - 1,
+        -(2**31),
+        5,
+    ]
+
+
 # --- versions and devices ------------------------------------------------------------
 
 
@@ -250,6 +265,20 @@ def test_a_pool_is_for_one_device() -> None:
     for function in (attend, jax.jit(attend)):
         with pytest.raises(ValueError, match=message):
             function(q)
+
+    def attend_one(q):
+        one = jnp.array([[0]]), jnp.array([1])
+        return ascend.paged_attention(pool, 0, q, *one)[1]
+
+    inside = jax.shard_map(
+        attend_one,
+        mesh=mesh,
+        in_specs=spread.spec,
+        out_specs=spread.spec,
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.jit(inside)(q)
     assert attend(jax.device_put(q, jax.devices()[0])).shape == q.shape
     ascend.close_pool(pool)
 

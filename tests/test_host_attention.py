@@ -154,6 +154,27 @@ def test_nan_reaches_only_the_queries_that_see_it() -> None:
         np.testing.assert_array_equal(got[:, 3:], want[:, 3:])
 
 
+@pytest.mark.parametrize("which", ["k_scales", "v_scales"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_scale_reaches_only_the_queries_that_see_it(
+    which: str, bad: float
+) -> None:
+    arrays = list(draw([300], [61], page_size=8))  # query i sits at 239 + i
+    for i in (1, 2):
+        arrays[i] = np.asarray(jnp.asarray(arrays[i] * 20, "int8"))
+    scales = {
+        x: np.full(arrays[1].shape[:3], 0.05, "f4") for x in ("k_scales", "v_scales")
+    }
+    want = run(tuple(arrays), window=40, **scales)[0]
+    scales[which] = scales[which].copy()
+    scales[which][arrays[3][0, 250 // 8], 250 % 8, 0] = bad
+    got = run(tuple(arrays), window=40, **scales)[0]
+    seen = (np.arange(61) + 239 >= 250) & (np.arange(61) + 239 < 250 + 40)
+    np.testing.assert_array_equal(got[~seen], want[~seen])
+    same = (got == want).all(axis=-1)
+    assert not same[seen][:, :3].any() and same[:, 3:].all()
+
+
 @pytest.mark.parametrize("ids", [[-1], [10**9], [-(2**31)], [2**31 - 1], [26]])
 def test_a_live_page_that_does_not_exist_skips_the_slot(ids: list[int]) -> None:
     arrays = draw([64, 64, 64], page_size=8)

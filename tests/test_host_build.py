@@ -87,16 +87,19 @@ def test_what_stands_is_not_built_again(
     (tmp_path / build.LIBRARY).unlink()
     build.build_host(tmp_path)
     assert len(made) == 2
+    (tmp_path / build.LIBRARY).write_text("half a libr")
+    build.build_host(tmp_path)
+    assert len(made) == 3
     monkeypatch.setattr(build, "_run", lambda _: "14.1")
     assert build.build_host(tmp_path) != first
-    assert len(made) == 3
+    assert len(made) == 4
     source = tmp_path / "changed.cc"
     source.write_text("int one;")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     build.build_host(tmp_path)
     source.write_text("int two;")
     build.build_host(tmp_path)
-    assert len(made) == 5
+    assert len(made) == 6
 
 
 @pytest.fixture

@@ -48,6 +48,40 @@ def stored(dtype: str, values: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(k)[: len(values)], np.asarray(pool.k_pages)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_stay_visible(dtype: str, bad: float) -> None:
+    """In arrays large enough for the vectorised maximum of XLA on CPU."""
+    k = np.ones((8, 8, 128), np.float32)
+    clean, spoiled = jnp.asarray(k), jnp.asarray(k).at[7, 7, 3].set(bad)
+    pool = pj.init_kv_pool(
+        num_layers=1,
+        num_pages=1,
+        page_size=8,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=dtype,
+    )
+    places = jnp.zeros((8,), jnp.int32), jnp.arange(8)
+    want = pj.write_kv(pool, 0, clean, clean, *places)
+    got = pj.write_kv(pool, 0, clean, spoiled, *places)
+    np.testing.assert_array_equal(got.k_scales, want.k_scales)
+    differs = np.argwhere(np.asarray(got.v_scales) != np.asarray(want.v_scales))
+    assert [row[1:].tolist() for row in differs] == [[7, 7]]
+    back = np.asarray(got.v_pages[0, 7, 7], np.float32) * got.v_scales[0, 7, 7]
+    assert np.isnan(back[3])
+    out = pj.paged_attention(
+        jnp.ones((1, 8, 128)),
+        got.k_pages,
+        got.v_pages,
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.array([8]),
+        k_scales=got.k_scales,
+        v_scales=got.v_scales,
+    )
+    assert np.isnan(np.asarray(out)[0, 7, 3]) and np.isfinite(out[0, :7]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_comes_back_within_half_a_step(dtype: str) -> None:
     rng = np.random.default_rng(0)

@@ -143,9 +143,9 @@ PJ_INLINE void amx_weigh(const Problem& p, const AmxFactors& factors, uint64_t p
   const uint64_t t = u->begin + i / W * kTileDepth + i % W;
   VF x = amx_weights(factors, *u, n, t), y = amx_weights(factors, *u, n, t + W);
   u->sum[n] += x + y;
-  if (p.v_scales != nullptr) {
-    x *= splat(factors.values[t]);
-    y *= splat(factors.values[t + W]);
+  if (p.v_scales != nullptr) {  // a scale may be NaN: not for those who do not see it
+    x = x != zero() ? x * splat(factors.values[t]) : x;
+    y = y != zero() ? y * splat(factors.values[t + W]) : y;
   }
   const uint64_t step = n * (kTileKeys / kTileDepth) + t / kTileDepth;
   split_pair<kFloatParts>(x, y, u->weights + step * kFloatParts * kTileBytes + i % W * 64);
