@@ -274,6 +274,16 @@ def compile_library(
         os.replace(fresh, output)
 
 
+def _can_build() -> bool:
+    """Return whether there are a compiler and headers."""
+    try:
+        find_compiler()
+        ffi_version(include_dir())
+    except BuildError:
+        return False
+    return True
+
+
 def _record_of(library: pathlib.Path, reason: str, inputs: str) -> BuildRecord | None:
     """Return the record of a library as it is; None if there is none."""
     try:
@@ -329,4 +339,4 @@ if __name__ == "__main__":
     made = build_host()
     print(f"{'built' if made.built else 'not built'}: {made.reason}")
     # 77: there is nothing to build with. A compiler that fails is an error.
-    sys.exit(0 if made.built else 77 if made.reason.startswith("no ") else 1)
+    sys.exit(0 if made.built else 1 if _can_build() else 77)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ascend_device import SIZES, needs_mock
 
-from ascend_bridge import _device_library, device_executor, npu
+from ascend_bridge import _device_library, npu
 from ascend_bridge.device_executor import check_acl
 from ascend_bridge.kernels.build import arch_of_soc
 from ascend_bridge.mock_acl.build import build_mock
@@ -163,17 +163,3 @@ def test_sizes_are_those_of_the_c_structs() -> None:
     assert ctypes.sizeof(_device_library.CShape) == 40
     assert ctypes.sizeof(_device_library.CStatus) == 16
     assert set(SIZES) <= {name for name, *_ in _device_library.CShape._fields_}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", [None, "address,undefined", "thread"])
-def test_the_executor_without_xla(kinds: str | None) -> None:
-    """The C++ tests: both executors, every fault, closing under way."""
-    run = Path(device_executor.__file__).parent / "tests" / "run.py"
-    options = [] if kinds is None else ["--sanitize", kinds]
-    done = subprocess.run(
-        [sys.executable, str(run), *options], capture_output=True, text=True
-    )
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stdout + done.stderr

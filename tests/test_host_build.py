@@ -13,7 +13,6 @@ import pytest
 
 from ascend_bridge import _library, build, host
 
-RUN = build.SOURCES / "tests" / "run.py"
 needs_compiler = pytest.mark.skipif(
     all(shutil.which(x) is None for x in ("g++", "clang++", "c++")),
     reason="there is no C++ compiler",
@@ -150,29 +149,3 @@ def test_newer_headers_than_the_runtime_are_refused(
     _library.register.cache_clear()
     assert not usable and f"this jaxlib has {running[0]}.{running[1]}" in reason
     assert not registered
-
-
-def run_cpp(*options: str) -> None:
-    """Build and run the C++ tests; skip where the machine cannot."""
-    done = subprocess.run(
-        [sys.executable, str(RUN), *options], capture_output=True, text=True
-    )
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["--sanitize", "thread"],
-        ["--sanitize", "address,undefined"],
-        ["--aarch64"],
-    ],
-    ids=["plain", "tsan", "asan_ubsan", "aarch64"],
-)
-def test_cpp(options: list[str]) -> None:
-    run_cpp(*options)
