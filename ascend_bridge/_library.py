@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import os
 
 import jax
 
@@ -44,7 +45,11 @@ def register() -> tuple[bool, str]:
     for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)
         jax.ffi.register_ffi_target(PREFIX + name, capsule, platform="cpu")
-    return True, f"native code for the processor ({isa})"
+    reason = f"native code for the processor ({isa})"
+    wanted = os.environ.get("PAGEDJAX_HOST_ISA")
+    if wanted and wanted != isa:
+        reason += f"; PAGEDJAX_HOST_ISA={wanted} is none that runs here, and ignored"
+    return True, reason
 
 
 def _recorded_reason() -> str:

@@ -85,6 +85,8 @@ def _static_float(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, got a traced value")
     try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None

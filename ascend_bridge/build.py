@@ -2,7 +2,18 @@
 
 An installation from source does the same through `hatch_build.py`. Needs GCC 9 or
 clang 10 and the FFI headers that come with jaxlib; without them there is no library,
-and the reason is recorded beside the place where it would be.
+and the reason is recorded beside the place where it would be. A library whose sources
+have not changed since stays, whatever becomes of a build; one of other sources that
+cannot be built anew is removed.
+
+Exit codes:
+
+    0    the library is that of the sources; also if there is nothing to build with
+    1    a person has to mend something: the compiler fails, `$CXX` is no command, or
+         the folder cannot be written
+    77   there is no library and nothing to build with
+
+An installation never fails for want of the library.
 
 The kernels are compiled once for each instruction set, and the library picks one when
 it is loaded: what is built on one machine runs on every machine of the architecture.
@@ -18,7 +29,9 @@ This module imports nothing outside the standard library: the build of a wheel l
 where the package and jax cannot be imported.
 """
 
+import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -31,8 +44,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
-__all__ = ["BuildError", "BuildRecord", "build_host", "include_dir"]
+__all__ = [
+    "BuildError",
+    "BuildRecord",
+    "NothingToBuildWithError",
+    "build_host",
+    "include_dir",
+    "main",
+]
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "host_executor"
@@ -98,6 +119,10 @@ class BuildError(RuntimeError):
     """The host executor cannot be built here; the message says why."""
 
 
+class NothingToBuildWithError(BuildError):
+    """There is no compiler, or there are no headers: nobody's mistake."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BuildRecord:
     """What a build did.
@@ -105,13 +130,47 @@ class BuildRecord:
     Attributes:
         built: whether there is a library.
         reason: why not, or which compiler and headers.
-        made_from: a hash of what the library is made from, and of the library; a build
-            that finds both as they were does nothing.
+        made_from: a hash of the sources and of the library made from them.
+        made_by: a hash of what the compiler and the headers say they are; a build that
+            finds this and `made_from` as they were does nothing.
+        failed: whether a person has to mend something; a machine without a compiler
+            or headers is all right.
     """
 
     built: bool
     reason: str
     made_from: str = ""
+    made_by: str = ""
+    failed: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, say what came of it, and return the exit code of the top of this file.
+
+    Args:
+        argv: the arguments after the program's name; default those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: after `--help` or an argument that there is not.
+    """
+    about, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m ascend_bridge.build",
+        description=about.splitlines()[0],
+        epilog=rest[rest.index("Exit codes:") : rest.index("The kernels")]
+        + "CXX: command of the C++ compiler.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(argv)
+    made = build_host()
+    stream = sys.stderr if made.failed else sys.stdout
+    print(f"{'built' if made.built else 'not built'}: {made.reason}", file=stream)
+    if made.failed:
+        return 1
+    return 0 if made.built else 77
 
 
 def build_host(
@@ -130,7 +189,9 @@ def build_host(
 
     Returns:
         What was done; also where the library stands already, made from the same
-        sources by the same compiler. Never raises for a missing compiler or header.
+        sources by the same compiler, and where it could not be made anew but is that
+        of the sources. Never raises for a missing compiler or header, nor for a
+        folder that cannot be written.
 
     Example:
         >>> import tempfile
@@ -141,27 +202,28 @@ def build_host(
         (False, 'no C++ compiler: /no/such/compiler is not a command')
     """
     target = pathlib.Path(target)
+    there = read_record(target)
     try:
         command = find_compiler(compiler)
         include = pathlib.Path(headers) if headers is not None else include_dir()
         version = ffi_version(include)
         reason = f"{command}, FFI headers {version[0]}.{version[1]}"
-        inputs = _hash_of_inputs(command, reason)
-        record = _record_of(target / LIBRARY, reason, inputs)
-        if record is not None and read_record(target) == record:
-            return record
+        made_by = _made_by(command, reason)
+        made_from = _made_from(target / LIBRARY)
+        if made_from and there == BuildRecord(True, reason, made_from, made_by):
+            return there
+        if not os.access(target, os.W_OK):  # before minutes of compiling
+            raise BuildError(f"cannot write into {target}")
         compile_library(
             target / LIBRARY,
             command,
             (*CORE_SOURCES, *DEVICE_SOURCES, "ffi.cc"),
             include=include,
         )
-        record = _record_of(target / LIBRARY, reason, inputs)
-        assert record is not None
+        record = BuildRecord(True, reason, _made_from(target / LIBRARY), made_by)
+        _write_record(target, record)
     except BuildError as error:
-        (target / LIBRARY).unlink(missing_ok=True)
-        record = BuildRecord(False, str(error))
-    (target / RECORD).write_text(json.dumps(dataclasses.asdict(record)) + "\n")
+        return _not_built(target, there, error)
     return record
 
 
@@ -175,7 +237,7 @@ def read_record(target: str | os.PathLike[str] = HERE) -> BuildRecord | None:
 
 def find_compiler(compiler: str | None = None) -> str:
     """Return the C++ compiler's command, or raise `BuildError`."""
-    wanted = compiler or os.environ.get("CXX")
+    wanted = (compiler or os.environ.get("CXX", "")).strip()
     if wanted:
         if shutil.which(wanted.split()[0]) is None:
             raise BuildError(f"no C++ compiler: {wanted} is not a command")
@@ -183,7 +245,9 @@ def find_compiler(compiler: str | None = None) -> str:
     for candidate in ("g++", "clang++", "c++"):
         if shutil.which(candidate) is not None:
             return candidate
-    raise BuildError("no C++ compiler: none of g++, clang++ and c++ is a command")
+    raise NothingToBuildWithError(
+        "no C++ compiler: none of g++, clang++ and c++ is a command"
+    )
 
 
 def include_dir() -> pathlib.Path:
@@ -199,7 +263,9 @@ def include_dir() -> pathlib.Path:
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.origin is None:
-        raise BuildError("no FFI headers: jaxlib is not installed where the build runs")
+        raise NothingToBuildWithError(
+            "no FFI headers: jaxlib is not installed where the build runs"
+        )
     return pathlib.Path(spec.origin).parent / "include"
 
 
@@ -209,7 +275,7 @@ def ffi_version(include: pathlib.Path) -> tuple[int, int]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise BuildError(f"no FFI headers: cannot read {path}") from error
+        raise NothingToBuildWithError(f"no FFI headers: cannot read {path}") from error
     numbers = [
         re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)
         for part in ("MAJOR", "MINOR")
@@ -264,47 +330,77 @@ def compile_library(
             ]
             for run in runs:
                 run.result()
-        # Linked under another name, then renamed: a process that has the old library
-        # open keeps it whole.
-        fresh = output.with_name(f"{output.name}.{os.getpid()}")
-        link = [*compiler.split(), *flags, *objects, "-pthread", "-o", str(fresh)]
+        linked = pathlib.Path(folder) / output.name
+        link = [*compiler.split(), *flags, *objects, "-pthread", "-o", str(linked)]
         if sys.platform.startswith("linux"):
             link.append("-ldl")  # part of libc since glibc 2.34
         _run([*link, "-shared"] if shared else link)
+        if not linked.exists():
+            raise BuildError(f"{compiler} ran but made nothing: is it a C++ compiler?")
+        _install(linked, output)
+
+
+def _not_built(
+    target: pathlib.Path, there: BuildRecord | None, error: BuildError
+) -> BuildRecord:
+    """Keep the library if it is that of the sources; else remove and record it."""
+    failed = not isinstance(error, NothingToBuildWithError)
+    library = target / LIBRARY
+    made_from = _made_from(library)
+    if there is not None and made_from and there.made_from == made_from:
+        reason = f"{there.reason}; kept, as the sources are the same: {error}"
+        return dataclasses.replace(there, reason=reason, failed=failed)
+    reason = str(error)
+    if made_from:
+        try:
+            library.unlink()
+            reason += "; the library of other sources that was there is removed"
+        except OSError:
+            reason += f"; {library} is of other sources and cannot be removed"
+    record = BuildRecord(False, reason, failed=failed)
+    with contextlib.suppress(BuildError):  # where a record cannot be, it is returned
+        _write_record(target, record)
+    return record
+
+
+def _write_record(target: pathlib.Path, record: BuildRecord) -> None:
+    """Write what a build did beside its library."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = pathlib.Path(folder) / RECORD
+        made.write_text(json.dumps(dataclasses.asdict(record)) + "\n")
+        _install(made, target / RECORD)
+
+
+def _install(made: pathlib.Path, output: pathlib.Path) -> None:
+    """Put a file in its place at once: who has the old one open keeps it whole."""
+    fresh = output.with_name(f"{output.name}.{os.getpid()}")
+    try:
+        shutil.copy(made, fresh)
         os.replace(fresh, output)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise BuildError(f"cannot write {output}: {error.strerror}") from error
 
 
-def _can_build() -> bool:
-    """Return whether there are a compiler and headers."""
+def _made_from(library: pathlib.Path) -> str:
+    """Hash the sources, this file, and the library; "" if there is none."""
     try:
-        find_compiler()
-        ffi_version(include_dir())
-    except BuildError:
-        return False
-    return True
-
-
-def _record_of(library: pathlib.Path, reason: str, inputs: str) -> BuildRecord | None:
-    """Return the record of a library as it is; None if there is none."""
-    try:
-        content = library.read_bytes()
+        digest = hashlib.sha256(library.read_bytes())
     except OSError:
-        return None
-    return BuildRecord(
-        True, reason, hashlib.sha256(inputs.encode() + content).hexdigest()
-    )
-
-
-def _hash_of_inputs(compiler: str, reason: str) -> str:
-    """Hash the sources, this file, and what the compiler says it is."""
-    said = [_run([*compiler.split(), flag]) for flag in ("--version", "-dumpmachine")]
-    digest = hashlib.sha256("\n".join([reason, *said]).encode())
+        return ""
     files = [pathlib.Path(__file__)]
     for folder in (SOURCES, DEVICE, KERNELS):
         files += sorted(folder.glob("*.h")) + sorted(folder.glob("*.cc"))
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+def _made_by(compiler: str, reason: str) -> str:
+    """Hash what the compiler and the headers say they are."""
+    said = [_run([*compiler.split(), flag]) for flag in ("--version", "-dumpmachine")]
+    return hashlib.sha256("\n".join([reason, *said]).encode()).hexdigest()
 
 
 def _target_of(compiler: str) -> str:
@@ -325,7 +421,9 @@ def _accepts(compiler: str, flags: tuple[str, ...]) -> bool:
 def _run(command: list[str]) -> str:
     """Run a command; its output, or a `BuildError` with its first error line."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
     except OSError as error:
         raise BuildError(f"cannot run {command[0]}: {error.strerror}") from error
     if done.returncode:
@@ -336,7 +434,4 @@ def _run(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    made = build_host()
-    print(f"{'built' if made.built else 'not built'}: {made.reason}")
-    # 77: there is nothing to build with. A compiler that fails is an error.
-    sys.exit(0 if made.built else 1 if _can_build() else 77)
+    sys.exit(main())

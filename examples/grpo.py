@@ -183,7 +183,7 @@ def main():
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(draw(curve))
     last = np.mean(curve[-STEPS // 4 :])
-    print(f"reward {curve[0]:.2f} -> {last:.2f}; drawn to {PLOT.name}")
+    print(f"reward {curve[0]:.2f} -> {last:.2f}; drawn to {PLOT}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pagedjax._capacity import (
     shrink,
     utilization,
 )
+from pagedjax._checks import without_checks
 from pagedjax._integrity import check_integrity, describe
 from pagedjax._kv_pool import (
     KVPool,
@@ -130,5 +131,6 @@ __all__ = [
     "translate",
     "truncate",
     "utilization",
+    "without_checks",
     "write_kv",
 ]

@@ -18,7 +18,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import checkify
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ascend_bridge import host, npu
 from pagedjax import (
@@ -29,7 +30,13 @@ from pagedjax import (
     _attention_xla,
     _attention_xla_grad,
 )
-from pagedjax._attention_call import AttentionCall, describe_call
+from pagedjax import _checks as checks
+from pagedjax._attention_call import (
+    Arrays,
+    AttentionCall,
+    as_arrays,
+    describe_call,
+)
 
 __all__ = [
     "available_implementations",
@@ -58,6 +65,9 @@ def paged_attention(
 
     The query of slot s is the token at position `seq_lens[s] - 1`, whose own key is
     already in its page. Scores, softmax and sums are float32 whatever the dtypes.
+
+    Gradients reach the queries and the pages; of quantised pages the scales, as whole
+    numbers have none: train on pages of a float format.
 
     Args:
         q: queries, float[S, H, D].
@@ -253,22 +263,11 @@ def available_implementations() -> dict[str, tuple[bool, str]]:
 
 # --- the call ------------------------------------------------------------------------
 
-# q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, k_scales, v_scales
-_Arrays = tuple[
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array | None,
-    jax.Array | None,
-    jax.Array | None,
-]
 _Pair = tuple[jax.Array, jax.Array]
 
 
 def _attention(
-    arrays: _Arrays,
+    arrays: Arrays,
     *,
     scale: float | None,
     window: int | None,
@@ -277,7 +276,7 @@ def _attention(
     implementation: str | None,
 ) -> jax.Array | _Pair:
     """Check, choose, run."""
-    arrays = _as_arrays(arrays)
+    arrays = as_arrays(arrays)
     q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, k_scales, v_scales = arrays
     call = describe_call(
         q,
@@ -294,24 +293,28 @@ def _attention(
     )
     chosen = _choose(call, implementation)
     _check_live_pages(call, page_indices, seq_lens)
-    out, lse = _run_compiled(
-        call,
-        chosen,
-        q,
-        k_pages,
-        v_pages,
-        page_indices.astype(jnp.int32),
-        seq_lens.astype(jnp.int32),
-        None if cu_q_lens is None else cu_q_lens.astype(jnp.int32),
-        k_scales,
-        v_scales,
-    )
+    out, lse = _place_freely(partial(_run_compiled, call, chosen), arrays)
     return (out, lse) if return_lse else out
 
 
-def _as_arrays(arrays: _Arrays) -> _Arrays:
-    """Return the arguments as JAX arrays; NumPy arrays are welcome."""
-    return jax.tree.map(jnp.asarray, arrays)
+def _place_freely(run: Callable[..., _Pair], arrays: Arrays) -> _Pair:
+    """Run, leaving to the compiler where intermediate arrays are on a mesh.
+
+    Axes of the Explicit kind, which `jax.make_mesh` makes, have every operation say
+    where its result is; here the results are where the queries are, and the rest is
+    as on axes of the Auto kind.
+    """
+    held = [jax.typeof(x).sharding for x in arrays if x is not None]
+    mesh = next((x.mesh for x in held if x.mesh.explicit_axes), None)
+    if mesh is None:
+        return run(*arrays)
+    spec = (*(held[0].spec if held[0].mesh.explicit_axes else ()), None, None)[:2]
+    where = (P(*spec, None), P(*spec))
+    return jax.sharding.auto_axes(
+        run,
+        axes=mesh.explicit_axes,
+        out_sharding=jax.tree.map(lambda x: NamedSharding(mesh, x), where),
+    )(*arrays)
 
 
 def _check_live_pages(
@@ -321,6 +324,8 @@ def _check_live_pages(
 
     With a window, cells that no row of the call can see may be released.
     """
+    if not checks.are_on():
+        return
     first = jnp.arange(call.pages_per_slot, dtype=jnp.int32)[None] * call.page_size
     live = first < seq_lens[:, None]
     if call.window is not None:
@@ -328,7 +333,7 @@ def _check_live_pages(
         live &= first + call.page_size > oldest[:, None]
     bad = live & ((page_indices < 0) | (page_indices >= call.num_pages))
     where = jnp.argmax(bad)
-    checkify.debug_check(
+    checks.check(
         ~jnp.any(bad),
         "page_indices: slot {slot} has page id {page} at logical page {column}, inside "
         f"its live length; the pool has pages 0 to {call.num_pages - 1}",
@@ -373,6 +378,8 @@ def _run_backward(
     dq, dk, dv = _attention_xla_grad.attend_backward(
         call, arrays, out, lse, d_out, d_lse
     )
+    if call.has_scales:
+        return dq, *(None for _ in arrays[1:6]), dk, dv
     return dq, dk, dv, *(None for _ in arrays[3:])
 
 

@@ -5,16 +5,14 @@ choice of an implementation is made at trace time, from shapes, dtypes and optio
 """
 
 import dataclasses
-import math
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-_FLOAT32_MIN = float(np.finfo(np.float32).tiny)
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+from ascend_bridge import _options
+
 _FLOATS = ("float32", "bfloat16", "float16")
 _QUANTISED = ("int8", "float8_e4m3fn")
 
@@ -63,6 +61,43 @@ class AttentionCall:
         return self.num_heads // self.num_kv_heads
 
 
+# q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, k_scales, v_scales
+Arrays = tuple[
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array,
+    jax.Array | None,
+    jax.Array | None,
+    jax.Array | None,
+]
+
+
+def as_arrays(arrays: Arrays) -> Arrays:
+    """Return the arguments as JAX arrays, ids and lengths int32; NumPy is welcome.
+
+    An id that does not fit int32 becomes one that names no page.
+
+    Raises:
+        TypeError: ids or lengths are no integers.
+    """
+    q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, *scales = arrays
+    q, k_pages, v_pages, k_scales, v_scales = jax.tree.map(
+        _strong, (q, k_pages, v_pages, *scales)
+    )
+    return (
+        q,
+        k_pages,
+        v_pages,
+        _options.int32("page_indices", page_indices),
+        _options.int32("seq_lens", seq_lens),
+        None if cu_q_lens is None else _options.int32("cu_q_lens", cu_q_lens),
+        k_scales,
+        v_scales,
+    )
+
+
 def describe_call(
     q: jax.Array,
     k_pages: jax.Array,
@@ -79,6 +114,20 @@ def describe_call(
 ) -> AttentionCall:
     """Check the arguments of an attention function and describe the call.
 
+    Args:
+        q: as in the attention function; so are the others, as `as_arrays` returns
+            them.
+        k_pages: see there.
+        v_pages: see there.
+        page_indices: see there.
+        seq_lens: see there.
+        cu_q_lens: None for decode.
+        scale: see there.
+        window: see there.
+        soft_cap: see there.
+        k_scales: see there.
+        v_scales: see there.
+
     Returns:
         The description.
 
@@ -91,8 +140,6 @@ def describe_call(
     _check_rank("k_pages", k_pages, "[pages, page_size, kv_heads, head_dim]", 4)
     _check_rank("page_indices", page_indices, "[slots, pages_per_slot]", 2)
     _check_rank("seq_lens", seq_lens, "[slots]", 1)
-    for name, array in (("page_indices", page_indices), ("seq_lens", seq_lens)):
-        _check_integer(name, array)
     if k_pages.shape != v_pages.shape:
         raise ValueError(
             f"v_pages must have the shape of k_pages, {k_pages.shape}, "
@@ -138,7 +185,6 @@ def describe_call(
                 f"page_indices has {num_slots} slots"
             )
     else:
-        _check_integer("cu_q_lens", cu_q_lens)
         if cu_q_lens.shape != (num_slots + 1,):
             raise ValueError(
                 f"cu_q_lens must have shape ({num_slots + 1},), one more than the "
@@ -158,23 +204,23 @@ def describe_call(
         q_dtype=jnp.dtype(q.dtype).name,
         kv_dtype=jnp.dtype(k_pages.dtype).name,
         ragged=cu_q_lens is not None,
-        scale=_checked_scale(scale, head_dim),
+        scale=_options.checked_scale(scale, head_dim),
         window=_checked_window(window, pages_per_slot * page_size),
-        soft_cap=_checked_soft_cap(soft_cap),
+        soft_cap=_options.checked_soft_cap(soft_cap) or None,
         has_scales=k_scales is not None,
     )
+
+
+def _strong(values: Any) -> jax.Array:
+    """Return an array whose dtype is its own: a weak one would compile anew."""
+    array = jnp.asarray(values)
+    return lax.convert_element_type(array, array.dtype)
 
 
 def _check_rank(name: str, array: Any, meaning: str, rank: int) -> None:
     """Raise unless `array` has `rank` axes."""
     if array.ndim != rank:
         raise ValueError(f"{name} must be {meaning}, got shape {array.shape}")
-
-
-def _check_integer(name: str, array: Any) -> None:
-    """Raise unless `array` holds integers."""
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integers, got {array.dtype}")
 
 
 def _check_dtypes(
@@ -212,46 +258,7 @@ def _check_dtypes(
             raise TypeError(f"{name} must be float32, got {scales.dtype}")
 
 
-def _checked_scale(scale: float | None, head_dim: int) -> float:
-    """Return the scale as a Python number; 1/sqrt(head_dim) for None."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    scale = _as_static_float("scale", scale)
-    if not abs(scale) <= _FLOAT32_MAX:
-        raise ValueError(f"scale must be finite, got {scale} (for a float32)")
-    return scale
-
-
 def _checked_window(window: int | None, capacity: int) -> int | None:
     """Return the window as a Python int of at least 1; None if it hides nothing."""
-    if window is None:
-        return None
-    if isinstance(window, jax.core.Tracer):
-        raise TypeError("window must be a Python int, got a traced value")
-    window = operator.index(window)
-    if window < 1:
-        raise ValueError(
-            f"window must be at least 1 (a token sees itself), got {window}; "
-            "use None for no window"
-        )
-    return window if window < capacity else None
-
-
-def _checked_soft_cap(soft_cap: float | None) -> float | None:
-    """Return the soft cap as a positive Python number, or None."""
-    if soft_cap is None:
-        return None
-    soft_cap = _as_static_float("soft_cap", soft_cap)
-    if not _FLOAT32_MIN <= soft_cap <= _FLOAT32_MAX:
-        raise ValueError(
-            f"soft_cap must be positive and finite, got {soft_cap} (for a float32); use"
-            " None for none"
-        )
-    return soft_cap
-
-
-def _as_static_float(name: str, value: Any) -> float:
-    """Return a Python float; a traced value is a TypeError that names the option."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} must be a Python number, got a traced value")
-    return float(value)
+    keys = _options.checked_window(window)
+    return keys if 0 < keys < capacity else None

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pagedjax import _page_ops as ops
 from pagedjax._attention_call import AttentionCall
 
 Pair = tuple[jax.Array, jax.Array]
@@ -167,10 +168,9 @@ def _attend_ragged(
             lax.dynamic_update_slice_in_dim(lse, block_lse[0], start, 0),
         )
 
-    zero = varying_zero(q, keys, values, page_indices, seq_lens, cu_q_lens)
-    carry = (
-        jnp.zeros(q.shape, q.dtype) + zero.astype(q.dtype),
-        jnp.full(q.shape[:2], -jnp.inf) + zero,
+    carry: Pair = ops.vary_together(
+        (jnp.zeros(q.shape, q.dtype), jnp.full(q.shape[:2], -jnp.inf)),
+        (q, keys, values, page_indices, seq_lens, cu_q_lens),
     )
     out, lse = lax.fori_loop(0, blocks.total, body, carry)
     out = out[: call.num_tokens].at[single_rows].set(single_out, mode="drop")
@@ -226,12 +226,14 @@ def attend_blocks(
     lengths = jax.vmap(lambda *place: walk_of(*place).num_blocks)(
         first_positions, num_rows
     )
-    zero = varying_zero(q, keys, values, table_rows, first_positions, num_rows)
     shape = (num_blocks, call.num_kv_heads, num_places * call.group_size)
-    carry = (
-        jnp.full(shape, -jnp.inf) + zero,
-        jnp.zeros(shape) + zero,
-        jnp.zeros((*shape, call.head_dim)) + zero,
+    carry: Triple = ops.vary_together(
+        (
+            jnp.full(shape, -jnp.inf),
+            jnp.zeros(shape),
+            jnp.zeros((*shape, call.head_dim)),
+        ),
+        (q, keys, values, table_rows, first_positions, num_rows),
     )
     if call.pages_per_slot <= block_pages(call):
         # The whole table is one block: a loop would cost more than it saves.
@@ -425,14 +427,3 @@ def pad_rows(array: jax.Array, rows: int, value: float = 0.0) -> jax.Array:
     """Return the array with `rows` more rows of `value`."""
     widths = [(0, rows)] + [(0, 0)] * (array.ndim - 1)
     return jnp.pad(array, widths, constant_values=value)
-
-
-def varying_zero(*arrays: jax.Array | Stored) -> jax.Array:
-    """Return a float32 zero that varies over each mesh axis any of the arrays does.
-
-    Under `shard_map` a loop must carry the same type in and out: a carry that meets
-    sharded data has to be marked as varying from the start. `zeros_like` keeps the
-    mark, and nothing of it is left in the compiled program.
-    """
-    zeros = [jnp.zeros_like(leaf, shape=()) for leaf in jax.tree.leaves(arrays)]
-    return sum((zero.astype(jnp.float32) for zero in zeros), jnp.float32(0))

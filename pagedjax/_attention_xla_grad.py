@@ -8,7 +8,8 @@ weights p = exp(s - lse), output gradient do and log-sum-exp gradient dlse:
     dq = ds k * scale  dk = ds^T q * scale
 
 and the gradient of a page is the sum over every slot that shares it. Quantised pages
-are constants: only the queries have a gradient there.
+are whole numbers, without a gradient; their scales have one, the sum over a head of the
+gradient of what they multiply.
 """
 
 import jax
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pagedjax import _attention_xla as xla
+from pagedjax import _page_ops as ops
 from pagedjax._attention_call import AttentionCall
 
-Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend_backward(
@@ -41,8 +43,8 @@ def attend_backward(
         d_lse: cotangent of `lse`.
 
     Returns:
-        Gradients with the shapes and dtypes of `q`, `k_pages` and `v_pages`; None
-        for quantised pages.
+        Gradients with the shapes and dtypes of `q`, `k_pages` and `v_pages`; for
+        quantised pages those of `q`, `k_scales` and `v_scales`.
     """
     q, k_pages, v_pages, page_indices, seq_lens, cu_q_lens, k_scales, v_scales = arrays
     if cu_q_lens is None:
@@ -73,20 +75,19 @@ def attend_backward(
         first_position = seq_lens[slot] - q_lens[slot] + offset
         walk = xla.KeyWalk(call, rows, first_position, num_rows)
         dq_rows, dk, dv = _block_backward(
-            call, walk, parts, keys, values, page_indices[slot], dk, dv, zero
+            call, walk, parts, keys, values, page_indices[slot], dk, dv
         )
         # A block's surplus rows fall on the rows of later blocks, which come later.
         return lax.dynamic_update_slice_in_dim(dq, dq_rows, start, 0), dk, dv
 
-    zero = xla.varying_zero(
-        q, keys, values, page_indices, seq_lens, cu_q_lens, d_out, bias
+    stored = (k_scales, v_scales) if call.has_scales else (k_pages, v_pages)
+    carry: Gradients = ops.vary_together(
+        jax.tree.map(lambda x: jnp.zeros(x.shape), (q, *stored)),
+        (*arrays, d_out, bias),
     )
-    pages = (None, None) if call.has_scales else (k_pages, v_pages)
-    carry: Gradients = jax.tree.map(lambda x: jnp.zeros(x.shape) + zero, (q, *pages))
     dq, dk, dv = lax.fori_loop(0, blocks.total, body, carry)
     dq = dq[: call.num_tokens].astype(q.dtype)
-    dk, dv = jax.tree.map(lambda pages: pages.astype(k_pages.dtype), (dk, dv))
-    return dq, dk, dv
+    return dq, dk.astype(stored[0].dtype), dv.astype(stored[1].dtype)
 
 
 def _block_backward(
@@ -96,11 +97,10 @@ def _block_backward(
     keys: xla.Stored,
     values: xla.Stored,
     table_row: jax.Array,
-    dk: jax.Array | None,
-    dv: jax.Array | None,
-    zero: jax.Array,
+    dk: jax.Array,
+    dv: jax.Array,
 ) -> Gradients:
-    """Return the query gradient of one block of rows; add to those of the pages."""
+    """Return the query gradient of one block of rows; add to those of the others."""
     q, lse, d_out, bias = (xla.split_heads(call, part) for part in parts)
     scale = jnp.float32(call.scale)
     q = q * scale
@@ -120,20 +120,30 @@ def _block_backward(
         if call.soft_cap is not None:
             d_scores *= 1.0 - jnp.square(scores / call.soft_cap)
         dq += xla.dot(d_scores, k, "krt,ktd->krd")
-        if dk is None or dv is None:
-            return dq, dk, dv
         page_is_live = jnp.any(live.reshape(-1, call.page_size), axis=1)
         targets = jnp.where(page_is_live, ids, call.num_pages)
-        dk = _add_block(dk, targets, xla.dot(d_scores, q, "krt,krd->tkd"))
-        dv = _add_block(dv, targets, xla.dot(weights, d_out, "krt,krd->tkd"))
+        d_keys = xla.dot(d_scores, q, "krt,krd->ktd")
+        d_values = xla.dot(weights, d_out, "krt,krd->ktd")
+        dk = _add_block(call, dk, targets, keys, d_keys, live)
+        dv = _add_block(call, dv, targets, values, d_values, live)
         return dq, dk, dv
 
-    dq, dk, dv = lax.fori_loop(
-        0, walk.num_blocks, body, (jnp.zeros(q.shape) + zero, dk, dv)
-    )
+    start = ops.vary_together(jnp.zeros(q.shape), (dk, dv))
+    dq, dk, dv = lax.fori_loop(0, walk.num_blocks, body, (start, dk, dv))
     return xla.join_heads(call, dq * scale), dk, dv
 
 
-def _add_block(pages: jax.Array, ids: jax.Array, block: jax.Array) -> jax.Array:
-    """Add the gradients of T tokens, [T, K, D], to their pages."""
-    return pages.at[ids].add(block.reshape(-1, *pages.shape[1:]), mode="drop")
+def _add_block(
+    call: AttentionCall,
+    gradient: jax.Array,
+    ids: jax.Array,
+    stored: xla.Stored,
+    block: jax.Array,
+    live: jax.Array,
+) -> jax.Array:
+    """Add the gradient of T tokens as read, [K, T, D], to that of what is stored."""
+    if call.has_scales:
+        numbers = xla.read_block(call, (stored[0], None), ids)
+        block = jnp.sum(block * jnp.where(live[None, :, None], numbers, 0.0), axis=-1)
+    block = jnp.swapaxes(block, 0, 1).reshape(-1, *gradient.shape[1:])
+    return gradient.at[ids].add(block, mode="drop")

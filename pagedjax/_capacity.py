@@ -11,7 +11,7 @@ from pagedjax._page_table import PageTable
 
 
 def num_free_pages(table: PageTable) -> jax.Array:
-    """Counts the free pages, int32[].
+    """Counts the free pages, int32[]. The number outlives the table if that is donated.
 
     Example:
       >>> import pagedjax as pj
@@ -19,7 +19,7 @@ def num_free_pages(table: PageTable) -> jax.Array:
       ...     num_pages=8, page_size=4, max_slots=2, pages_per_slot=4)))
       8
     """
-    return table.num_free
+    return jnp.copy(table.num_free)
 
 
 def num_used_pages(table: PageTable) -> jax.Array:
@@ -72,7 +72,8 @@ def grow(table: PageTable, num_pages: int) -> PageTable:
       The larger table; the old free pages are still handed out first.
 
     Raises:
-      ValueError: `num_pages` is smaller than the table, or does not fit int32.
+      ValueError: `num_pages` is no whole number, is smaller than the table, or does
+        not fit int32.
 
     Example:
       >>> import pagedjax as pj
@@ -83,6 +84,7 @@ def grow(table: PageTable, num_pages: int) -> PageTable:
       5
     """
     old = table.num_pages
+    num_pages = ops.as_size("num_pages", num_pages)
     if num_pages < old:
         raise ValueError(f"grow: num_pages={num_pages} is below the present {old}")
     if num_pages * table.page_size >= ops.INT32_MAX:
@@ -93,6 +95,7 @@ def grow(table: PageTable, num_pages: int) -> PageTable:
         page_indices=jnp.where(
             table.page_indices == old, num_pages, table.page_indices
         ),
+        seq_lens=jnp.copy(table.seq_lens),  # or both tables would share it
         refcounts=jnp.concatenate([table.refcounts, jnp.zeros_like(fresh)]),
         free_pages=jnp.concatenate([fresh, table.free_pages]),
         num_free=table.num_free + (num_pages - old),
@@ -110,7 +113,8 @@ def shrink(table: PageTable, num_pages: int) -> PageTable:
       The smaller table.
 
     Raises:
-      ValueError: `num_pages` is out of range, or a page to go has an owner.
+      ValueError: `num_pages` is no whole number or out of range, or a page to go
+        has an owner.
 
     Example:
       >>> import pagedjax as pj
@@ -121,8 +125,9 @@ def shrink(table: PageTable, num_pages: int) -> PageTable:
       2
     """
     old = table.num_pages
-    if not 1 <= num_pages <= old:
-        raise ValueError(f"shrink: num_pages={num_pages} is not between 1 and {old}")
+    num_pages = ops.as_size("num_pages", num_pages)
+    if num_pages > old:
+        raise ValueError(f"shrink: num_pages={num_pages} is above the present {old}")
     refcounts = np.asarray(table.refcounts)
     used = np.flatnonzero(refcounts[num_pages:] != 0) + num_pages
     if used.size:
@@ -138,6 +143,7 @@ def shrink(table: PageTable, num_pages: int) -> PageTable:
     return dataclasses.replace(
         table,
         page_indices=jnp.asarray(np.where(cells == old, num_pages, cells)),
+        seq_lens=jnp.copy(table.seq_lens),
         refcounts=jnp.asarray(refcounts[:num_pages]),
         free_pages=jnp.asarray(free_pages),
         num_free=jnp.asarray(stack.size, jnp.int32),

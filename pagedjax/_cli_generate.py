@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import pagedjax as pj
+from pagedjax._cli_machine import (
+    cache_errors,
+    device_memory,
+    find_devices,
+    find_program_cache,
+)
+from pagedjax._cli_output import write
 from pagedjax._cli_plan import Plan, make_plan
 from pagedjax._cli_prompts import (
     CommandError,
     GenerateOptions,
+    Prompt,
     check_options,
     encode_prompt,
     read_prompts,
@@ -28,6 +34,7 @@ from pagedjax._cli_prompts import (
 from pagedjax._cli_report import Report, kv_bytes_per_token, size_text
 
 _STEPS = 16  # decode steps between two looks at Ctrl-C and the progress bar
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
 _FINISH_REASONS = {
     pj.Status.STOP: "stop",
     pj.Status.LENGTH: "length",
@@ -71,13 +78,26 @@ def run_generate(options: GenerateOptions) -> None:
     Raises:
       CommandError: something the user can change.
     """
-    check_options(options)
+    notes = check_options(options)
     given = read_prompts(options)  # before the model: bad prompts are found at once
-    try:
-        jax.devices()
-    except RuntimeError as error:  # JAX_PLATFORMS names what is not there
-        raise CommandError(str(error).splitlines()[0]) from error
-    use_compilation_cache()
+    find_devices()
+    cache = find_program_cache()
+    if cache.failed:
+        notes.append(f"compiled programs are not kept: {cache.reason}")
+    if cache.folder is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.folder))
+    with cache_errors() as errors:
+        report = _generate(options, given)
+    if errors:
+        notes.append(
+            f"some compiled programs in {cache.folder} cannot be read or written;"
+            f" empty that folder: {errors[0]}"
+        )
+    report.print(notes)
+
+
+def _generate(options: GenerateOptions, given: list[Prompt]) -> Report:
+    """Loads the model, runs the prompts and prints the samples."""
     began = time.perf_counter()
     loaded = _load(options)
     load_seconds = time.perf_counter() - began
@@ -101,46 +121,7 @@ def run_generate(options: GenerateOptions) -> None:
     _check_memory(job)
     with _memory_errors(job):
         _run(job, report)
-    sys.stdout.flush()
-    report.print()
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, if there is one.
-
-    `PAGEDJAX_CACHE_DIR` names another; empty switches it off. JAX's own setting,
-    where there is one, is left alone.
-    """
-    folder = compilation_cache_dir()
-    if folder is None or jax.config.values["jax_compilation_cache_dir"]:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if os.access(folder, os.W_OK):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def compilation_cache_dir() -> Path | None:
-    """Gives the folder of compiled programs, or None if they are not kept.
-
-    Example:
-      >>> import os
-      >>> from pagedjax._cli_generate import compilation_cache_dir
-      >>> os.environ["PAGEDJAX_CACHE_DIR"] = "/tmp/programs"
-      >>> compilation_cache_dir().name
-      'programs'
-      >>> del os.environ["PAGEDJAX_CACHE_DIR"]
-    """
-    name = os.environ.get("PAGEDJAX_CACHE_DIR")
-    if name is not None:
-        return Path(name).expanduser() if name else None
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return Path(base).expanduser() / "pagedjax"
-    except RuntimeError:  # no home directory
-        return None
+    return report
 
 
 def _load(options: GenerateOptions) -> Any:
@@ -276,7 +257,7 @@ class _Printer:
         text = "".join([self._stream.push(token) for token in tokens])
         if np.asarray(out.status)[0, 0] != pj.Status.RUNNING:
             text += self._stream.finish() + "\n"
-        _write(text)
+        write(text)
 
 
 def _samples_of(
@@ -318,19 +299,12 @@ def _print_samples(job: _Job, samples: list[_Sample]) -> None:
             fields = dataclasses.asdict(sample)
             if job.options.num_beams is None:
                 del fields["score"]
-            _write(json.dumps(fields, allow_nan=False) + "\n")
+            write(json.dumps(fields, allow_nan=False) + "\n")
         else:
             name = f"prompt {sample.index}"
             if job.options.n > 1:
                 name += f", sample {sample.sample}"
-            _write(f"--- {name} ({sample.finish_reason})\n{sample.text}\n")
-
-
-def _write(text: str) -> None:
-    """Writes to stdout at once; characters it cannot encode become "?"."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+            write(f"--- {name} ({sample.finish_reason})\n{sample.text}\n")
 
 
 @contextlib.contextmanager
@@ -360,27 +334,11 @@ def _check_memory(job: _Job) -> None:
     if plan.num_pages * model.num_layers >= 2**31:
         raise CommandError(
             f"a pool of {plan.num_pages} pages in {model.num_layers} layers has too"
-            " many pages for 32-bit numbers: lower --num-pages or raise --page-size"
+            f" many pages for 32-bit numbers: lower {_flags_to_lower(job)}"
         )
-    pool = plan.num_pages * job.options.page_size * kv_bytes_per_token(model)
-    slots = plan.rows * job.options.rows_per_prompt
-    # Logits and their exponentials; tokens and log-probabilities.
-    other = slots * 4 * (2 * model.vocab_size + 2 * plan.max_new_tokens)
-    limit = _device_memory()
-    if limit is not None and pool + other > limit:
+    limit = device_memory()
+    if limit is not None and _pool_bytes(job) + _other_bytes(job) > limit:
         raise CommandError(_too_large(job, f"this machine has {size_text(limit)}"))
-
-
-def _device_memory() -> int | None:
-    """Gives the memory of the default device in bytes, or None if unknown."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, OSError, ValueError):
-            return None
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
 
 
 @contextlib.contextmanager
@@ -395,10 +353,34 @@ def _memory_errors(job: _Job) -> Iterator[None]:
 
 def _too_large(job: _Job, reason: str) -> str:
     plan, options = job.plan, job.options
-    pool = plan.num_pages * options.page_size * kv_bytes_per_token(job.model)
+    rows = plan.rows * options.rows_per_prompt
     return (
         f"out of memory, {reason}: the pool of {plan.num_pages} x {options.page_size}"
-        f" tokens takes {size_text(pool)}, and {plan.rows * options.rows_per_prompt}"
-        " samples run at once; lower --num-pages, --page-size, --max-tokens, --n or"
-        " --batch-size"
+        f" tokens takes {size_text(_pool_bytes(job))}, and what {rows}"
+        f" {'samples' if options.num_beams is None else 'beams'} that run at once need"
+        f" besides {size_text(_other_bytes(job))}; lower {_flags_to_lower(job)}"
     )
+
+
+def _pool_bytes(job: _Job) -> int:
+    token_bytes = kv_bytes_per_token(job.model)
+    return job.plan.num_pages * job.options.page_size * token_bytes
+
+
+def _other_bytes(job: _Job) -> int:
+    """Gives the bytes of logits, their exponentials, tokens and log-probabilities."""
+    rows = job.plan.rows * job.options.rows_per_prompt
+    return rows * 4 * (2 * job.model.vocab_size + 2 * job.plan.max_new_tokens)
+
+
+def _flags_to_lower(job: _Job) -> str:
+    """Names the flags that made it too large: of those that were given."""
+    options = job.options
+    if options.num_pages is not None and _pool_bytes(job) > _other_bytes(job):
+        wanted = ["num_pages", "page_size"]
+    else:
+        samples = "n" if options.num_beams is None else "num_beams"
+        wanted = [samples, "max_tokens", "batch_size"]
+    given = [name for name in wanted if getattr(options, name) != _DEFAULTS[name]]
+    flags = [f"--{name.replace('_', '-')}" for name in given or wanted]
+    return " or ".join(flags)

@@ -49,8 +49,11 @@ class GenerateOptions:
         return self.num_beams or self.n
 
 
-def check_options(options: GenerateOptions) -> None:
+def check_options(options: GenerateOptions) -> list[str]:
     """Checks what the flags are together.
+
+    Returns:
+      What changes nothing beside the other flags, a line each.
 
     Raises:
       CommandError: two of them do not go together.
@@ -58,11 +61,36 @@ def check_options(options: GenerateOptions) -> None:
     Example:
       >>> from pagedjax._cli_prompts import GenerateOptions, check_options
       >>> check_options(GenerateOptions("m", num_beams=4, n=2))
+      []
+      >>> check_options(GenerateOptions("m", top_k=5))
+      ['--top-k changes nothing at --temperature 0']
     """
+    filters = [
+        flag
+        for flag, given in (
+            ("--top-k", options.top_k != 0),
+            ("--top-p", options.top_p != 1),
+            ("--seed", options.seed is not None),
+        )
+        if given
+    ]
     if options.num_beams is None:
-        return
+        if options.temperature > 0:
+            return []
+        notes = []
+        if filters:
+            verb = "changes" if len(filters) == 1 else "change"
+            flags = " and ".join(filters)
+            notes.append(f"{flags} {verb} nothing at --temperature 0")
+        if options.n > 1:
+            notes.append(
+                f"the {options.n} samples of a prompt are the same at --temperature 0"
+            )
+        return notes
     if options.temperature > 0:
         raise CommandError("--num-beams does not sample: leave --temperature at 0")
+    if filters:
+        raise CommandError(f"--num-beams does not sample: leave out {filters[0]}")
     if options.n > options.num_beams:
         raise CommandError(
             f"--n {options.n} sequences cannot come from --num-beams"
@@ -70,6 +98,7 @@ def check_options(options: GenerateOptions) -> None:
         )
     if options.draft is not None:
         raise CommandError("--draft and --num-beams do not go together")
+    return []
 
 
 @dataclasses.dataclass(frozen=True)

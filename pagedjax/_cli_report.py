@@ -1,12 +1,12 @@
 """The table that `pagedjax generate` prints at the end."""
 
 import dataclasses
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax._cli_output import say, tell
 from pagedjax._cli_plan import Plan
 from pagedjax._cli_prompts import GenerateOptions
 from pagedjax.generate import DraftStats, PagedModel, PageStats
@@ -29,6 +29,7 @@ class Report:
       new_tokens: tokens of all samples.
       samples: samples.
       out_of_pages: samples that found no page.
+      out_of_context: samples that the model's context ended before --max-tokens.
       pages_used: most pages with an owner, of any batch; the next three are of then.
       pages_shared: of these, pages with several owners.
       tokens_held: tokens in them.
@@ -49,6 +50,7 @@ class Report:
     new_tokens: int = 0
     samples: int = 0
     out_of_pages: int = 0
+    out_of_context: int = 0
     pages_used: int = 0
     pages_shared: int = 0
     tokens_held: float = 0.0
@@ -61,6 +63,10 @@ class Report:
         self.samples += len(samples)
         self.new_tokens += sum(len(token_ids) for token_ids, _ in samples)
         self.out_of_pages += sum(reason == "out_of_pages" for _, reason in samples)
+        self.out_of_context += sum(
+            reason == "length" and len(token_ids) < self.options.max_tokens
+            for token_ids, reason in samples
+        )
 
     def add_pages(self, stats: PageStats) -> None:
         """Adds the page statistics of a batch."""
@@ -75,15 +81,24 @@ class Report:
         self.drafted += int(np.sum(drafts.drafted))
         self.accepted += int(np.sum(drafts.accepted))
 
-    def print(self) -> None:
-        """Prints the table, and a note if samples ran out of pages, to stderr."""
-        lines = [f"{name:<15} {value}" for name, value in self._rows()]
+    def print(self, notes: Sequence[str] = ()) -> None:
+        """Prints the table to stderr, and notes: what did not go as the flags say."""
+        tell("\n" + "".join(f"{name:<15} {value}\n" for name, value in self._rows()))
+        for note in (*notes, *self._notes()):
+            say(f"note: {note}")
+
+    def _notes(self) -> Iterator[str]:
         if self.out_of_pages:
-            lines.append(
-                f"pagedjax: note: {self.out_of_pages} of {self.samples} samples ran"
-                f" out of pages; --num-pages {self.plan.pages_wanted} is enough for all"
+            yield (
+                f"{self.out_of_pages} of {self.samples} samples ran out of pages;"
+                f" --num-pages {self.plan.pages_wanted} is enough for all"
             )
-        print("\n" + "\n".join(lines), file=sys.stderr)
+        if self.out_of_context:
+            yield (
+                f"{self.out_of_context} of {self.samples} samples ended where the"
+                f" model's context of {self.plan.longest} tokens does, before"
+                f" --max-tokens {self.options.max_tokens}"
+            )
 
     def _rows(self) -> list[tuple[str, str]]:
         page_size = self.options.page_size

@@ -5,6 +5,7 @@ import enum
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pagedjax import _page_ops as ops
 from pagedjax._beam import Beams
@@ -121,22 +122,24 @@ def produce(
 
 
 def observe(stats: PageStats, table: PageTable) -> PageStats:
-    """Takes the snapshots anew if no fewer pages are used than ever before."""
+    """Takes the snapshots anew if no fewer pages are used than ever before.
+
+    Owners are counted from the cells. To read the refcounts between the verbs of a
+    loop makes XLA keep a copy of all of them, a cost that grows with `num_pages`.
+    """
     starts = jnp.arange(table.pages_per_slot, dtype=jnp.int32) * table.page_size
-    held = jnp.clip(
-        table.seq_lens[:, None] - starts[None, :], 0, table.page_size
-    ).astype(jnp.float32)
-    owners = table.refcounts.at[table.page_indices].get(mode="fill", fill_value=1)
-    # A page with r owners is met r times: each counts for 1 / r of it.
-    part = 1.0 / jnp.maximum(owners, 1).astype(jnp.float32)
+    held = jnp.clip(table.seq_lens[:, None] - starts[None, :], 0, table.page_size)
+    # Owners of a page side by side, the one that holds most of its tokens last.
+    pages, held = lax.sort((table.page_indices.ravel(), held.ravel()), num_keys=2)
+    steps = pages[1:] != pages[:-1]
+    is_first, is_last = jnp.append(True, steps), jnp.append(steps, True)
+    is_last &= pages < table.num_pages
     used = num_used_pages(table)
     seen = PageStats(
         pages_used=used,
         pages_mapped=jnp.sum(ops.num_pages_of(table.seq_lens, table.page_size)),
-        pages_shared=jnp.sum(jnp.where(owners > 1, part, 0.0))
-        .round()
-        .astype(jnp.int32),
-        tokens_held=jnp.sum(held * part),
+        pages_shared=jnp.sum((is_last & ~is_first).astype(jnp.int32)),
+        tokens_held=jnp.sum(jnp.where(is_last, held, 0)).astype(jnp.float32),
         pages_copied=stats.pages_copied,
         num_steps=stats.num_steps,
     )

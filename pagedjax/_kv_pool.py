@@ -104,15 +104,11 @@ def init_kv_pool(
       >>> pool.k_pages.shape
       (16, 4, 1, 64)
     """
-    sizes = dict(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-    )
-    for name, value in sizes.items():
-        ops.as_size(name, value)
+    num_layers = ops.as_size("num_layers", num_layers)
+    num_pages = ops.as_size("num_pages", num_pages)
+    page_size = ops.as_size("page_size", page_size)
+    num_kv_heads = ops.as_size("num_kv_heads", num_kv_heads)
+    head_dim = ops.as_size("head_dim", head_dim)
     if num_layers * num_pages >= ops.INT32_MAX:
         raise ValueError(
             f"num_layers * num_pages = {num_layers * num_pages} does not fit int32"
@@ -172,7 +168,7 @@ def write_kv(
     for name, array in (("k", k), ("v", v)):
         if array.shape != want:
             raise ValueError(f"{name} must have shape {want}, got {array.shape}")
-    rows = _layer_rows(pool, pages, layer)
+    rows = layer_rows(pool, pages, layer)
     # A negative offset would wrap to the end of the page.
     offsets = jnp.where(offsets >= 0, offsets, pool.page_size)
 
@@ -213,7 +209,7 @@ def copy_pages(pool: KVPool, plan: CopyPlan) -> KVPool:
     """Runs the page copies that `append` asked for, in every layer.
 
     Costs what is really copied: with nothing to copy, as in most decode steps, no
-    page is read.
+    page is read. A loop of that length: under jit it has no reverse-mode derivative.
 
     Args:
       pool: the pool; donate it.
@@ -271,7 +267,7 @@ def _copy_by_blocks(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
             lax.dynamic_slice(ids, (i * block,), (block,)) for ids in (src, dst)
         )
         from_rows, to_rows = (
-            _layer_rows(pool, ids[None, :], layers) for ids in block_of
+            layer_rows(pool, ids[None, :], layers) for ids in block_of
         )
         return jax.tree.map(
             lambda held: held.at[to_rows].set(
@@ -299,6 +295,9 @@ def gather_kv(
       `(k, v)`, each [P * page_size, K, D]; zeros past the end of the sequence. In
       the pool's dtype; float32 of a quantised pool.
 
+    Raises:
+      ValueError, TypeError: the pages are not the pool's, or `slot` is not one slot.
+
     Example:
       >>> import jax.numpy as jnp, pagedjax as pj
       >>> table = pj.init_page_table(
@@ -318,10 +317,11 @@ def gather_kv(
             f"the table has {of_table[0]} pages of {of_table[1]} tokens, but the pool"
             f" has {pool.num_pages} of {pool.page_size}"
         )
+    slot = ops.as_int32("slot", slot, ())
     positions = jnp.arange(table.pages_per_slot * table.page_size, dtype=jnp.int32)
     slots = jnp.full_like(positions, slot)
     pages, offsets = translate(table, slots, positions)
-    rows = _layer_rows(pool, pages, layer)
+    rows = layer_rows(pool, pages, layer)
 
     def fetch(held: jax.Array, scales: jax.Array | None) -> jax.Array:
         values = held.at[rows, offsets].get(mode="fill", fill_value=0)
@@ -363,7 +363,7 @@ def scrub_pages(pool: KVPool, pages: jax.Array) -> KVPool:
     """
     pages = ops.as_int32("pages", pages, (None,))
     layers = jnp.arange(pool.num_layers, dtype=jnp.int32)[:, None]
-    rows = _layer_rows(pool, pages[None, :], layers)
+    rows = layer_rows(pool, pages[None, :], layers)
     return jax.tree.map(lambda held: held.at[rows].set(0, mode="drop"), pool)
 
 
@@ -379,6 +379,9 @@ def resize_kv_pool(pool: KVPool, num_pages: int) -> KVPool:
     Returns:
       The new pool; pages past the old end are zeros, those past the new are lost.
 
+    Raises:
+      ValueError: `num_pages` is below 1, or too many for int32.
+
     Example:
       >>> import pagedjax as pj
       >>> pool = pj.init_kv_pool(
@@ -387,8 +390,11 @@ def resize_kv_pool(pool: KVPool, num_pages: int) -> KVPool:
       >>> pj.resize_kv_pool(pool, 6).k_pages.shape
       (12, 2, 1, 1)
     """
-    if num_pages < 1 or num_pages * pool.num_layers >= ops.INT32_MAX:
-        raise ValueError(f"num_pages={num_pages} is below 1 or does not fit int32")
+    num_pages = ops.as_size("num_pages", num_pages)
+    if num_pages * pool.num_layers >= ops.INT32_MAX:
+        raise ValueError(
+            f"num_layers * num_pages = {pool.num_layers * num_pages} does not fit int32"
+        )
     kept = min(num_pages, pool.num_pages)
 
     def resize(held: jax.Array) -> jax.Array:
@@ -423,7 +429,8 @@ def layer_page_indices(
       int32[...]; `layer * num_pages + page`, or `num_layers * num_pages`.
 
     Raises:
-      ValueError: `layer` is an int out of range.
+      ValueError: `layer` is an int out of range, or a number is no size.
+      TypeError: an array is not of whole numbers.
 
     Example:
       >>> import jax.numpy as jnp, pagedjax as pj
@@ -432,15 +439,10 @@ def layer_page_indices(
       ... ).tolist()
       [4, 7, 8]
     """
-    if not isinstance(layer, jax.Array):
-        layer = ops.as_size("layer", layer, low=-ops.INT32_MAX - 1)
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"layer {layer} is not one of {num_layers} layers")
-    layer = jnp.asarray(layer, jnp.int32)
-    valid = (page_indices >= 0) & (page_indices < num_pages)
-    valid &= (layer >= 0) & (layer < num_layers)
-    rows = layer * num_pages + page_indices
-    return jnp.where(valid, rows, num_layers * num_pages)
+    page_indices = ops.as_int32("page_indices", page_indices, (...,))
+    num_pages = ops.as_size("num_pages", num_pages)
+    num_layers = ops.as_size("num_layers", num_layers)
+    return _rows_of(page_indices, layer, num_pages, num_layers)
 
 
 def _has_tpu_kernels(pool: KVPool) -> bool:
@@ -453,10 +455,24 @@ def _has_tpu_kernels(pool: KVPool) -> bool:
     return chip is not None and tpu_chips.holds(pool.k_pages.dtype)
 
 
-def _layer_rows(pool: KVPool, pages: jax.Array, layer: int | jax.Array) -> jax.Array:
-    return layer_page_indices(
-        pages, layer, num_pages=pool.num_pages, num_layers=pool.num_layers
-    )
+def layer_rows(pool: KVPool, pages: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """Does `layer_page_indices` with the pool's sizes, which may be symbolic."""
+    return _rows_of(pages, layer, pool.num_pages, pool.num_layers)
+
+
+def _rows_of(
+    pages: jax.Array, layer: int | jax.Array, num_pages: int, num_layers: int
+) -> jax.Array:
+    if not isinstance(layer, jax.Array):
+        layer = ops.as_size("layer", layer, low=-ops.INT32_MAX - 1)
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} is not one of {num_layers} layers")
+    elif not jnp.issubdtype(layer.dtype, jnp.integer):
+        raise TypeError(f"layer must be a whole number, got {layer.dtype}")
+    layer = jnp.asarray(layer, jnp.int32)
+    valid = (pages >= 0) & (pages < num_pages)
+    valid &= (layer >= 0) & (layer < num_layers)
+    return jnp.where(valid, layer * num_pages + pages, num_layers * num_pages)
 
 
 def _quantise(

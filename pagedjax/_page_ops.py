@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.checkify import debug_check
+
+from pagedjax import _checks as checks
 
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -194,11 +195,17 @@ def vary_together(tree: Any, *others: Any) -> Any:
 
 
 def as_size(name: str, value: Any, low: int = 1) -> int:
-    """Takes a static size as a Python int.
+    """Takes a static size as a Python int; use the result, not the argument.
+
+    Numbers of NumPy, and arrays of one concrete whole number, are taken as that
+    number: they are equal to it, but a jitted function that has them as static
+    arguments compiles anew or does not take them, and their products overflow.
 
     Raises:
-      ValueError: it is not a whole number, or below `low`.
+      ValueError: it is traced, not a whole number, or below `low`.
     """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} must be known when tracing, got {value!r}")
     try:
         size = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -208,8 +215,16 @@ def as_size(name: str, value: Any, low: int = 1) -> int:
     return size
 
 
-def as_int32(name: str, values: Any, shape: tuple[int | None, ...]) -> jax.Array:
+def set_sizes(record: Any, *names: str) -> None:
+    """Takes fields of a frozen dataclass as static sizes, in its `__post_init__`."""
+    for name in names:
+        object.__setattr__(record, name, as_size(name, getattr(record, name)))
+
+
+def as_int32(name: str, values: Any, shape: tuple[Any, ...]) -> jax.Array:
     """Takes an argument as an int32 array of the given shape (None: any size).
+
+    Never of a weak type, which a jitted function would compile anew for.
 
     Raises:
       TypeError: it is not of a whole-number type that fits.
@@ -228,17 +243,17 @@ def as_int32(name: str, values: Any, shape: tuple[int | None, ...]) -> jax.Array
     if array.dtype != jnp.int32:
         raise TypeError(f"{name} must be int32, got {array.dtype}")
     chex.assert_shape(array, shape, custom_message=name, exception_type=ValueError)
-    return array
+    return lax.convert_element_type(array, jnp.int32)
 
 
 def check_each(ok: jax.Array, message: str, values: jax.Array) -> None:
     """Reports the first bad entry, as index `i` and value `v`, under checkify.
 
-    Costs nothing otherwise: an unfunctionalised `debug_check` lowers to nothing.
+    Costs nothing otherwise: see `_checks`.
     """
-    if ok.shape[0]:
+    if ok.shape[0] and checks.are_on():
         worst = jnp.argmin(ok)
-        debug_check(jnp.all(ok), message, i=worst, v=values[worst])
+        checks.check(jnp.all(ok), message, i=worst, v=values[worst])
 
 
 def _first_of_same(pages: jax.Array, mask: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 One frozen pytree and the pure functions ("verbs") that turn one table into the
 next. Nothing here knows about keys and values (see `_kv_pool`) or attention. The
-file is long because every change to a table is to be read in one place; more than
-half of it is docstrings.
+file is long because every change to a table is to be read in one place; half of it is
+docstrings.
 
 The table is that of an operating system: a sequence is a row of logical pages,
 each cell names a physical page, and several rows may name the same one. A page
@@ -27,8 +27,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.checkify import debug_check
 
+from pagedjax import _checks as checks
 from pagedjax import _page_ops as ops
 
 
@@ -125,14 +125,10 @@ def init_page_table(
       >>> int(pj.num_free_pages(table))
       8
     """
-    sizes = dict(
-        num_pages=num_pages,
-        page_size=page_size,
-        max_slots=max_slots,
-        pages_per_slot=pages_per_slot,
-    )
-    for name, size in sizes.items():
-        ops.as_size(name, size)
+    num_pages = ops.as_size("num_pages", num_pages)
+    page_size = ops.as_size("page_size", page_size)
+    max_slots = ops.as_size("max_slots", max_slots)
+    pages_per_slot = ops.as_size("pages_per_slot", pages_per_slot)
     for name, product in (
         ("num_pages * page_size", num_pages * page_size),
         ("pages_per_slot * page_size", pages_per_slot * page_size),
@@ -146,7 +142,7 @@ def init_page_table(
         refcounts=jnp.zeros((num_pages,), jnp.int32),
         free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.asarray(num_pages, jnp.int32),
-        page_size=int(page_size),
+        page_size=page_size,
     )
 
 
@@ -185,8 +181,8 @@ def append(
       and bool[S], which slots were served.
 
     Raises:
-      ValueError, TypeError: `max_tokens` is below 1, or an array has the wrong
-        shape or dtype (so for every verb).
+      ValueError, TypeError: `max_tokens` is not a whole number of at least 1, or
+        an array has the wrong shape or dtype (so for every verb).
 
     Example:
       >>> import jax.numpy as jnp, pagedjax as pj
@@ -202,11 +198,11 @@ def append(
     num_tokens = ops.as_int32("num_tokens", num_tokens, (slots,))
     if priority is not None:
         priority = ops.as_int32("priority", priority, (slots,))
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    bound = width * size if max_tokens is None else min(max_tokens, width * size)
+    bound = width * size
     ops.check_each(num_tokens >= 0, "append: num_tokens of slot {i} is {v}", num_tokens)
     if max_tokens is not None:
+        max_tokens = min(ops.as_size("max_tokens", max_tokens), ops.INT32_MAX)
+        bound = min(max_tokens, bound)
         ops.check_each(
             num_tokens <= max_tokens,
             f"append: num_tokens of slot {{i}} is {{v}}, over max_tokens={max_tokens}",
@@ -466,8 +462,8 @@ def attach(
     tokens_ok &= num_tokens % size == 0
     adopts = jnp.arange(width, dtype=jnp.int32) < num_tokens // size
     owned = ~adopts | (ops.read(table.refcounts, pages) > 0)
-    debug_check(slot_ok, "attach: slot {slot} is not an empty slot", slot=slot)
-    debug_check(
+    checks.check(slot_ok, "attach: slot {slot} is not an empty slot", slot=slot)
+    checks.check(
         tokens_ok,
         f"attach: num_tokens {{n}} is not a multiple of {size} up to {width * size}",
         n=num_tokens,

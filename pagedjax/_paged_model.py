@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 
+from pagedjax import _page_ops as ops
 from pagedjax._kv_pool import KVPool, init_kv_pool
 
 
@@ -34,6 +35,11 @@ class PagedModel:
     vocab_size: int
     max_seq_len: int | None = None
     kv_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        ops.set_sizes(self, "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+        if self.max_seq_len is not None:
+            ops.set_sizes(self, "max_seq_len")
 
 
 def init_model_pool(model: PagedModel, *, num_pages: int, page_size: int) -> KVPool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pagedjax import _page_ops as ops
 from pagedjax._attention import paged_attention, ragged_paged_attention
-from pagedjax._kv_pool import KVPool, layer_page_indices, write_kv
+from pagedjax._kv_pool import KVPool, layer_rows, write_kv
 from pagedjax._page_table import PageTable, translate
 
 
@@ -129,7 +129,7 @@ def pack_ragged(
     position = seq_lens[slot] - (cu_q_lens[slot + 1] - token)
     pages, offsets = translate(table, jnp.where(real, slot, slots), position)
     return RaggedBatch(
-        page_indices=table.page_indices,
+        page_indices=jnp.copy(table.page_indices),
         seq_lens=jnp.where(q_lens > 0, seq_lens, 0),
         positions=jnp.where(real, position, 0),
         pages=pages,
@@ -168,7 +168,7 @@ def pack_decode(table: PageTable, active: jax.Array) -> RaggedBatch:
     pages, offsets = translate(table, slots, seq_lens - 1)
     real = seq_lens > 0
     return RaggedBatch(
-        page_indices=table.page_indices,
+        page_indices=jnp.copy(table.page_indices),
         seq_lens=seq_lens,
         positions=jnp.where(real, seq_lens - 1, 0),
         pages=pages,
@@ -224,12 +224,7 @@ def attend(
       (3, 1, 8)
     """
     pool = write_kv(pool, layer, k, v, batch.pages, batch.offsets)
-    page_indices = layer_page_indices(
-        batch.page_indices,
-        layer,
-        num_pages=pool.num_pages,
-        num_layers=pool.num_layers,
-    )
+    page_indices = layer_rows(pool, batch.page_indices, layer)
     pages = (pool.k_pages, pool.v_pages, page_indices, batch.seq_lens)
     options: dict[str, Any] = dict(
         scale=scale,

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pagedjax import _options as options
+from pagedjax import _page_ops as ops
 
 _CANDIDATES = 256, 4096  # sorted first; the whole vocabulary only if these do not do
 _BLOCK = 256  # leaf size of the two-level searches in `_argmax` and `_draw`
@@ -65,7 +67,7 @@ def init_sampling(
         # Written so that NaN fails.
         if not 0 <= float(temperature) < float("inf"):
             raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
-        if int(top_k) != top_k or not 0 <= top_k < 2**31:
+        if not (float(top_k).is_integer() and 0 <= float(top_k) < 2**31):
             raise ValueError(f"top_k must be a whole number >= 0, got {top_k}")
         if not 0 < float(top_p) <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}")
@@ -75,9 +77,9 @@ def init_sampling(
         elif top_k == 0 and top_p == 1:
             mode = "plain"
     return Sampling(
-        temperature=jnp.asarray(temperature, jnp.float32),
-        top_k=jnp.asarray(top_k, jnp.int32),
-        top_p=jnp.asarray(top_p, jnp.float32),
+        temperature=jnp.array(temperature, jnp.float32),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
         mode=mode,
     )
 
@@ -95,6 +97,11 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     Returns:
       int32[R]; token ids.
 
+    Raises:
+      ValueError: the logits are not one row of tokens each, or there is not one key
+        for each row.
+      TypeError: the keys are no random keys.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from pagedjax import init_sampling, sample
@@ -102,7 +109,8 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
       >>> sample(jnp.array([[0.0, 2.0, 1.0]]), keys, init_sampling()).tolist()
       [1]
     """
-    logits = logits.astype(jnp.float32)
+    logits = _as_rows(logits)
+    _check_keys(keys, logits)
     if sampling.mode == "greedy":
         return _argmax(logits)
     # A number so small that float32 has it as 0 is greedy as well.
@@ -130,15 +138,46 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     Returns:
       float32[R].
 
+    Raises:
+      ValueError, TypeError: there is not one int32 token for each row.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from pagedjax import token_logprobs
       >>> round(float(token_logprobs(jnp.zeros((1, 4)), jnp.array([2]))[0]), 4)
       -1.3863
     """
-    logits = logits.astype(jnp.float32)
+    logits = _as_rows(logits)
+    tokens = ops.as_int32("tokens", tokens, logits.shape[:1])
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _as_rows(logits: Any) -> jax.Array:
+    """Takes the logits as float32[R, V], V at least 1."""
+    logits = jnp.asarray(logits, jnp.float32)
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(f"logits must have shape [rows, tokens], got {logits.shape}")
+    return logits
+
+
+def _check_keys(keys: Any, logits: jax.Array) -> None:
+    """Checks that there is one key a row: one for all would draw alike in each.
+
+    A raw key, as `jax.random.PRNGKey` makes, is a row of uint32 words.
+    """
+    if not isinstance(keys, jax.Array | np.ndarray):
+        raise TypeError(f"keys must be random keys, one for each row, got {keys!r}")
+    is_raw = not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    if is_raw and keys.dtype != jnp.uint32:
+        raise TypeError(
+            f"keys must be random keys, one for each row, got {keys.dtype}{keys.shape}"
+        )
+    if keys.shape[: keys.ndim - is_raw] != logits.shape[:1]:
+        raise ValueError(
+            f"keys must be one for each of the {logits.shape[0]} rows of logits, got"
+            f" shape {keys.shape}" + " of raw keys" * is_raw
+        )
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
@@ -235,7 +274,7 @@ def _invert(cumulative: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.A
     total = cumulative[:, -1]
     # Rounding must not carry the number past the last step.
     target = jnp.minimum(uniform * total, jnp.nextafter(total, jnp.zeros_like(total)))
-    index = jnp.sum((cumulative <= target[:, None]).astype(jnp.int32), axis=-1)
+    index = jnp.sum(cumulative <= target[:, None], axis=-1, dtype=jnp.int32)
     end = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0]
     below = jnp.take_along_axis(
         cumulative, jnp.maximum(index - 1, 0)[:, None], axis=-1

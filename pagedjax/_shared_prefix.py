@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from pagedjax import _page_ops as ops
 from pagedjax._attention import merge_attention, paged_attention
+from pagedjax._attention_call import as_arrays, describe_call
 
 
 def shared_prefix_attention(
@@ -77,21 +78,24 @@ def shared_prefix_attention(
       >>> [round(x, 4) for x in out.ravel().tolist()]  # means of 6 7 0 and 6 7 2
       [4.3333, 5.0]
     """
-    page_indices, seq_lens = (
-        jnp.asarray(x).astype(jnp.int32) for x in (page_indices, seq_lens)
-    )
     group_size = ops.as_size("group_size", group_size)
+    q, k_pages, v_pages, page_indices, seq_lens, _, k_scales, v_scales = as_arrays(
+        (q, k_pages, v_pages, page_indices, seq_lens, None, k_scales, v_scales)
+    )
+    call = describe_call(
+        *(q, k_pages, v_pages, page_indices, seq_lens, None),
+        scale=scale,
+        window=None,
+        soft_cap=soft_cap,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    if call.num_slots % group_size:
+        raise ValueError(
+            f"group_size {group_size} does not divide the {call.num_slots} slots of q"
+        )
     num_slots, num_heads, head_dim = q.shape
-    if num_slots % group_size:
-        raise ValueError(
-            f"group_size {group_size} does not divide the {num_slots} slots of q"
-        )
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"the {num_heads} heads of q must be a multiple of the {num_kv_heads} kv"
-            " heads of k_pages"
-        )
+    page_size, num_kv_heads = call.page_size, call.num_kv_heads
     options: dict[str, Any] = dict(
         scale=scale,
         soft_cap=soft_cap,
@@ -102,7 +106,7 @@ def shared_prefix_attention(
     )
     tables, shared = _shared_pages(page_indices, seq_lens, group_size, page_size)
     # [groups, rows, K, G, D] -> one row per group, with rows * G heads per kv head.
-    heads = (num_kv_heads, num_heads // num_kv_heads)
+    heads = (num_kv_heads, call.group_size)
     grouped = q.reshape(-1, group_size, *heads, head_dim).swapaxes(1, 2)
     pair = paged_attention(
         grouped.reshape(tables.shape[0], -1, head_dim),

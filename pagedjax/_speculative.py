@@ -54,8 +54,7 @@ class PromptLookup:
     num_tokens: int = 4
 
     def __post_init__(self) -> None:
-        ops.as_size("max_ngram", self.max_ngram)
-        ops.as_size("num_tokens", self.num_tokens)
+        ops.set_sizes(self, "max_ngram", "num_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,7 @@ class DraftModel:
     num_tokens: int = 4
 
     def __post_init__(self) -> None:
-        ops.as_size("num_tokens", self.num_tokens)
+        ops.set_sizes(self, "num_tokens")
 
 
 @jax.tree_util.register_dataclass

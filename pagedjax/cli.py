@@ -7,23 +7,25 @@ Exit codes:
     130  Ctrl-C
     141  nobody reads the output any more
 
-Parsing needs neither jax nor a model: both are imported by the subcommand.
+Parsing needs no model, and no device: the subcommands look for those. The program that
+an installation makes starts in `pagedjax_command`.
 """
 
 import argparse
 import dataclasses
-import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from pagedjax import __version__
+from pagedjax._cli_output import ReaderGoneError, replace_closed_streams, say, write
 from pagedjax._cli_prompts import CommandError, GenerateOptions
 
 __all__ = ["main"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
+_LONGEST_VALUE = 40  # characters of a wrong value that are shown
 
 _PROMPTS_FILE = """\
 A prompts file holds one JSON value per line: a string, {"prompt": "..."},
@@ -55,11 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       >>> main(["generate", "--model", "smollm2-135m", "--prompt", ""])
       2
     """
-    _replace_closed_streams()
-    options = vars(_parser().parse_args(argv))
-    command = options.pop("command")
+    replace_closed_streams()
     try:
-        if command == "doctor":
+        options = vars(_parser().parse_args(argv))
+        if options.pop("command") == "doctor":
             from pagedjax._cli_doctor import run_doctor
 
             run_doctor()
@@ -67,54 +68,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             from pagedjax._cli_generate import run_generate
 
             run_generate(GenerateOptions(**options))
-        sys.stdout.flush()
     except CommandError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("interrupted")
         return 130
-    except BrokenPipeError:
-        # What is still buffered would fail again when Python closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ReaderGoneError:
         return 141
     except OSError as error:
-        _say(f"error: cannot write the output: {error.strerror or error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        where = "" if error.filename is None else f"{error.filename}: "
+        say(f"error: {where}{error.strerror or error}")
         return 2
     return 0
 
 
-def run() -> NoReturn:
-    """Runs the command line as a program: the entry point.
-
-    After Ctrl-C the process ends at once. XLA may still be compiling in its own
-    threads, and taking Python down under them crashes.
-    """
-    code = main()
-    if code == 130:
-        os._exit(code)
-    sys.exit(code)
-
-
-def _replace_closed_streams() -> None:
-    """Reads nothing from, and writes nowhere to, streams the caller has closed."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-
-
-def _say(line: str) -> None:
-    printable = "".join(c if c.isprintable() else "?" for c in line)
-    print(f"pagedjax: {printable}", file=sys.stderr)
-
-
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage."""
+    """Reports an error in one line, without the usage; and that of a full disk."""
 
     def error(self, message: str) -> NoReturn:
-        _say(f"error: {message} (see {self.prog} --help)")
+        say(f"error: {message} (see {self.prog} --help)")
         raise SystemExit(2)
+
+    def print_help(self, file: object = None) -> None:
+        write(self.format_help())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the version; imports the package only then."""
+    """Prints the version."""
 
     def __init__(self, option_strings: Sequence[str], dest: str):
         super().__init__(
@@ -152,9 +129,7 @@ class _Version(argparse.Action):
         )
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from pagedjax import __version__
-
-        print(f"pagedjax {__version__}")
+        write(f"pagedjax {__version__}\n")
         parser.exit()
 
 
@@ -197,7 +172,12 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="each prompt is a message to the model, in its chat template",
     )
     add("--system", "TEXT", "system message, for --chat and for messages")
-    add("--max-tokens", "N", "most tokens to produce per sample", _whole(1))
+    add(
+        "--max-tokens",
+        "N",
+        "most tokens to produce per sample; fewer where the model's context ends",
+        _whole(1),
+    )
     add("--n", "N", "samples of each prompt; of its beams, the best N", _whole(1))
     add("--num-beams", "K", "search with K beams instead of sampling", _whole(1))
     parser.add_argument(
@@ -206,9 +186,9 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="guess tokens by looking up what the latest ones led to before, and check"
         " several in one step; changes the speed and no token",
     )
-    add("--temperature", "T", "0 takes the likeliest token", _real(0))
-    add("--top-k", "K", "keep the K likeliest tokens; 0 = all", _whole(0))
-    add("--top-p", "P", "keep the likeliest tokens that hold P", _share)
+    add("--temperature", "T", "0 takes the likeliest token", _number)
+    add("--top-k", "K", "draw from the K likeliest tokens; 0 = all", _whole(0))
+    add("--top-p", "P", "draw from the likeliest tokens that hold P", _share)
     add("--seed", "S", "seed of the samples (default: a new one)", _whole(0))
     add("--page-size", "P", "tokens in a page", _whole(1))
     add("--num-pages", "N", "pages in the pool (default: enough)", _whole(1))
@@ -234,37 +214,40 @@ def _whole(low: int) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number, got {text!r}"
+                f"must be a whole number, got {_shown(text)!r}"
             ) from None
         if not low <= value <= _INT32_MAX:
             raise argparse.ArgumentTypeError(
-                f"must be between {low} and {_INT32_MAX}, got {value}"
+                f"must be between {low} and {_INT32_MAX}, got {_shown(text)}"
             )
         return value
 
     return parse
 
 
-def _real(low: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"must be a number, got {text!r}"
-            ) from None
-        # Written so that NaN fails.
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"must be finite and at least {low}, got {text}"
-            )
-        return value
-
-    return parse
+def _number(text: str) -> float:
+    """Reads a number from 0 that float32 has: the programs compute in that."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number, got {_shown(text)!r}"
+        ) from None
+    # Written so that NaN fails.
+    if not 0 <= value <= _FLOAT32_MAX:
+        raise argparse.ArgumentTypeError(
+            f"must be between 0 and {_FLOAT32_MAX:.1e}, got {_shown(text)}"
+        )
+    return value
 
 
 def _share(text: str) -> float:
-    value = _real(0)(text)
+    value = _number(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {_shown(text)}")
     return value
+
+
+def _shown(text: str) -> str:
+    """Cuts a wrong value short."""
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -346,6 +346,7 @@ def _prepare(
     **sizes: Any,
 ) -> dict[str, Any]:
     """Completes and checks the arguments of `generate`; gives those of `start`."""
+    num_samples = ops.as_size("num_samples", num_samples)
     sampling = init_sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     rule = None
     if num_beams is not None:
@@ -357,10 +358,10 @@ def _prepare(
                 f"num_beams={num_beams} searches and does not sample: temperature"
                 f" must be 0, got {temperature}"
             )
-        if ops.as_size("num_samples", num_samples) > rule.num_beams:
+        if num_samples > rule.num_beams:
             raise ValueError(
                 f"num_samples={num_samples} sequences cannot come from"
-                f" num_beams={num_beams}"
+                f" num_beams={rule.num_beams}"
             )
     elif options.differs(length_penalty, 1.0) or options.differs(early_stopping, False):
         raise ValueError("length_penalty and early_stopping need num_beams")
@@ -410,17 +411,12 @@ def _check_arguments(
         )
     prompts = ops.as_int32("prompts", prompts, (None, None))
     batch, length = prompts.shape
-    sizes = dict(
-        max_new_tokens=max_new_tokens,
-        num_samples=num_samples,
-        page_size=page_size,
-        chunk_size=chunk_size,
-    )
-    sizes |= {"prompts.shape[0]": batch, "prompts.shape[1]": length}
-    if num_pages is not None:
-        sizes["num_pages"] = num_pages
-    for name, value in sizes.items():
-        ops.as_size(name, value)
+    for axis, size in enumerate(prompts.shape):
+        ops.as_size(f"prompts.shape[{axis}]", size)
+    max_new_tokens = ops.as_size("max_new_tokens", max_new_tokens)
+    num_samples = ops.as_size("num_samples", num_samples)
+    page_size = ops.as_size("page_size", page_size)
+    chunk_size = ops.as_size("chunk_size", chunk_size)
     if prompt_lens is None:
         prompt_lens = np.full((batch,), length, np.int32)
     prompt_lens = ops.as_int32("prompt_lens", prompt_lens, (batch,))
@@ -448,6 +444,7 @@ def _check_arguments(
         # seam, its copy of the prompt's last page.
         own = ops.num_pages_of(max_new_tokens, page_size) + 1
         num_pages = batch * (ops.num_pages_of(length, page_size) + num_samples * own)
+    num_pages = ops.as_size("num_pages", num_pages)
     return (prompts, prompt_lens, key, seeds, ends), dict(
         max_new_tokens=max_new_tokens,
         num_samples=num_samples,

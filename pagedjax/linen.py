@@ -16,6 +16,7 @@ import jax
 from flax.core import unfreeze
 
 from pagedjax import _heads
+from pagedjax import _page_ops as ops
 from pagedjax._kv_pool import KVPool
 from pagedjax._ragged import RaggedBatch
 
@@ -107,7 +108,9 @@ class PagedAttention(nn.MultiHeadDotProductAttention):
         self._check(deterministic)
         tokens = _heads.pack(x, batch)
         qkv_features = self.qkv_features or tokens.shape[-1]
-        num_kv_heads = self.num_kv_heads or self.num_heads
+        num_kv_heads = self.num_heads
+        if self.num_kv_heads is not None:
+            num_kv_heads = ops.as_size("num_kv_heads", self.num_kv_heads)
         if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
             raise ValueError(
                 f"qkv_features={qkv_features} must be a multiple of num_heads="

@@ -301,6 +301,10 @@ class FunctionalModel:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The hash of another process would not be that of an equal model here.
+        return {"graphdef": self.graphdef}
+
     @functools.cached_property
     def _hash(self) -> int:
         # Every call of a jitted function hashes its static arguments, and walking

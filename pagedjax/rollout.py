@@ -171,7 +171,9 @@ def rollout(
         chunk_size=chunk_size,
     )
     batch, length = arrays[0].shape
-    slots = min(ops.as_size("num_slots", num_slots), batch * num_samples)
+    max_new_tokens = statics["max_new_tokens"]
+    slots = ops.as_size("num_slots", num_slots)
+    slots = min(slots, batch * statics["num_samples"])
     every = np.full((batch,), max_new_tokens, np.int32)
     limits = ops.as_int32("budgets", every if budgets is None else budgets, (batch,))
     if not isinstance(limits, jax.core.Tracer):
@@ -184,7 +186,8 @@ def rollout(
     if num_pages is None:
         statics["num_pages"] = slots * statics["pages_per_slot"]
     if prefix_entries is None:
-        prefix_entries = min(batch * (length // page_size), _MAX_PREFIX_ENTRIES)
+        prefix_entries = batch * (length // statics["page_size"])
+        prefix_entries = min(prefix_entries, _MAX_PREFIX_ENTRIES)
     return _rollout_jit(
         params,
         init_sampling(temperature=temperature, top_k=top_k, top_p=top_p),

@@ -37,6 +37,7 @@ def test_an_error_of_the_device_is_a_line(capsys: pytest.CaptureFixture[str]) ->
         assert check_device.main(SMALL[:2]) == 1
     report = capsys.readouterr().out
     assert "one token ... WRONG" in report and "around a page ... right" in report
+    assert "failed with 507015: an exception in the kernel" in report
     assert "1 of 2 cases are wrong" in report
 
 

@@ -177,6 +177,10 @@ def test_numpy_arguments_and_result_types() -> None:
     assert out.shape == arrays.q.shape and out.dtype == jnp.bfloat16
     assert lse.shape == arrays.q.shape[:2] and lse.dtype == jnp.float32
     assert isinstance(paged_attention(*values), jax.Array)
+    weak = jnp.full(arrays.q.shape, 1.0)
+    assert weak.weak_type
+    out = paged_attention(weak, *small_decode().args()[1:])
+    assert not out.weak_type
 
 
 BAD_ARGUMENTS = [
@@ -196,6 +200,11 @@ BAD_ARGUMENTS = [
 ]
 
 
+# Of "xla", which checks nothing itself: what is refused is refused before the choice.
+refused_decode = partial(paged_attention, implementation="xla")
+refused_ragged = partial(ragged_paged_attention, implementation="xla")
+
+
 @pytest.mark.parametrize(("change", "error", "message"), BAD_ARGUMENTS)
 def test_bad_arguments_are_named(change: dict, error: type, message: str) -> None:
     names = ("q", "k_pages", "v_pages", "page_indices", "seq_lens")
@@ -208,16 +217,20 @@ def test_bad_arguments_are_named(change: dict, error: type, message: str) -> Non
             else jnp.zeros(value, old.dtype)
         )
     with pytest.raises(error, match=message):
-        paged_attention(*args.values())
+        refused_decode(*args.values())
 
 
 BAD_OPTIONS = [
     ({"window": 0}, ValueError, "window must be at least 1.*got 0"),
     ({"window": -3}, ValueError, "got -3"),
-    ({"window": 2.5}, TypeError, "float"),
+    ({"window": 2.5}, TypeError, "window must be an int or None, got 2.5"),
+    ({"window": "3"}, TypeError, "window must be an int or None, got '3'"),
+    ({"window": True}, TypeError, "window must be an int or None, got True"),
     ({"soft_cap": 0.0}, ValueError, "soft_cap must be positive and finite, got 0.0"),
     ({"soft_cap": math.inf}, ValueError, "got inf"),
+    ({"soft_cap": True}, TypeError, "soft_cap must be a number, got True"),
     ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+    ({"scale": "1"}, TypeError, "scale must be a number, got '1'"),
     ({"k_scales": 1}, ValueError, "must be given together"),
     ({"k_scales": 1, "v_scales": 1}, ValueError, "k_pages is float32.*given"),
 ]
@@ -232,32 +245,58 @@ def test_bad_options_are_named(options: dict, error: type, message: str) -> None
         for name, value in options.items()
     }
     with pytest.raises(error, match=message):
-        paged_attention(*args, **options)
+        refused_decode(*args, **options)
 
 
 def test_quantised_pages_need_scales_of_the_right_shape() -> None:
     q, k_pages, v_pages, *rest = small_decode().args()
     k_pages, v_pages = (jnp.zeros_like(x, jnp.int8) for x in (k_pages, v_pages))
     with pytest.raises(ValueError, match="int8 and the scales are missing"):
-        paged_attention(q, k_pages, v_pages, *rest)
-    short = jnp.ones(k_pages.shape[:2])
-    with pytest.raises(ValueError, match="k_scales must have shape"):
-        paged_attention(q, k_pages, v_pages, *rest, k_scales=short, v_scales=short)
+        refused_decode(q, k_pages, v_pages, *rest)
+    short, half = jnp.ones(k_pages.shape[:2]), jnp.ones(k_pages.shape[:3], jnp.bfloat16)
+    for bad, error, message in (
+        (short, ValueError, "k_scales must have shape"),
+        (half, TypeError, "k_scales must be float32, got bfloat16"),
+    ):
+        with pytest.raises(error, match=message):
+            refused_decode(q, k_pages, v_pages, *rest, k_scales=bad, v_scales=bad)
 
 
 def test_cu_q_lens_is_checked() -> None:
     *args, cu_q_lens = small_ragged().args()
     with pytest.raises(ValueError, match=r"cu_q_lens must have shape \(7,\).*\(6,\)"):
-        ragged_paged_attention(*args, cu_q_lens[1:])
+        refused_ragged(*args, cu_q_lens[1:])
     with pytest.raises(TypeError, match="cu_q_lens must hold integers"):
-        ragged_paged_attention(*args, cu_q_lens.astype(jnp.float32))
+        refused_ragged(*args, cu_q_lens.astype(jnp.float32))
 
 
 def test_traced_options_are_named() -> None:
     args = small_decode().args()
     for option in ("window", "soft_cap", "scale"):
         with pytest.raises(TypeError, match=f"{option} must be a Python"):
-            jax.jit(lambda x, o=option: paged_attention(*args, **{o: x}))(2)
+            jax.jit(lambda x, o=option: refused_decode(*args, **{o: x}))(2)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_ids_of_other_integer_types(implementation: str | None) -> None:
+    """Ids past int32 name no page: they must not wrap to one; int8 reaches any pool."""
+    pages = jnp.arange(400.0 * 2).reshape(400, 2, 1, 1)
+    q, lens = jnp.zeros((2, 1, 1)), np.array([2, 2])
+
+    def attend(table: np.ndarray) -> jax.Array:
+        return paged_attention(
+            q, pages, pages, table, lens, implementation=implementation
+        )[:, 0, 0]
+
+    want = attend(np.array([[3], [7]], np.int32))
+    for dtype in (np.int8, np.uint8, np.uint32, np.int64):
+        np.testing.assert_array_equal(attend(np.array([[3], [7]], dtype)), want)
+    far = attend(np.array([[2**32 + 3], [7]]))
+    assert far[1] == want[1] and far[0] != want[0]
+    checked = checkify.checkify(attend, errors=checkify.user_checks)
+    checked(np.array([[3], [7]], np.int8))[0].throw()
+    with pytest.raises(checkify.JaxRuntimeError, match="page id 2147483647"):
+        checked(np.array([[2**32 + 3], [7]]))[0].throw()
 
 
 @pytest.mark.parametrize("bad", [-1, 100, 2**31 - 1])

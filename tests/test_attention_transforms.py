@@ -16,7 +16,7 @@ from attention_cases import (
     small_ragged,
 )
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pagedjax import paged_attention, ragged_paged_attention
@@ -111,6 +111,33 @@ def test_shard_map_over_kv_heads(make: Callable) -> None:
         for f in (sharded, attention)
     ]
     for mine, theirs in zip(*grads, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=4e-6)
+
+
+@pytest.mark.core
+@BOTH
+@pytest.mark.parametrize("heads", [None, "x"], ids=["replicated", "by head"])
+def test_arrays_on_an_explicit_mesh(make: Callable, heads: str | None) -> None:
+    """`jax.make_mesh` makes Explicit axes: each result must say where it is."""
+    arrays = make(heads=(8, 4))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    places = (P(None, heads), P(None, None, heads), P(None, None, heads))
+    attention = partial(attention_of(arrays), return_lse=True)
+
+    def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, lse = attention(*qkv, *arrays.args()[3:])
+        return loss_of(out, lse), out
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (_, want), want_grads = run(*arrays.args()[:3])
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, place))
+        for x, place in zip(arrays.args(), places, strict=False)
+    ]
+    (_, out), grads = run(*placed)
+    assert jax.typeof(out).sharding.spec == P(None, heads, None)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    for mine, theirs in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=4e-6)
 
 

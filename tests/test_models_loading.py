@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -358,3 +359,53 @@ def test_integer_safetensors_are_refused(tmp_path):
     weights = tiny.make_weights(tiny.CONFIG)
     tiny.write_folder(tmp_path / "a", tiny.CONFIG, weights, dtype=np.int8)
     assert "unsupported type I8" in fails(load_model, tmp_path / "a")
+
+
+def test_a_file_of_another_kind_says_what_to_give(tmp_path):
+    folder = tmp_path / "tiny"
+    tiny.write_folder(folder, tiny.small(), tiny.make_weights(tiny.small()))
+    for name in ("model.safetensors", "config.json"):
+        assert fails(load_model, folder / name) == (
+            f"{folder / name}: not a GGUF file: give one, or the folder of a model,"
+            f" such as {folder}"
+        )
+    (tmp_path / "README.md").write_text("# words")
+    for path in (tmp_path / "README.md", Path("/dev/null")):
+        assert fails(load_tokenizer, path) == (
+            f"{path}: not a GGUF file: give one, or the folder of a model"
+        )
+    (tmp_path / "tiny.gguf").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "damaged GGUF file: it does not" in fails(load_model, tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_file_may_be_called_anything(tmp_path):
+    config = tiny.small()
+    tiny.write_gguf(tmp_path / "blob", config, tiny.make_weights(config))
+    assert load_tokenizer(tmp_path / "blob").vocab_size == config.vocab_size
+
+
+def test_a_folder_with_a_gguf_file_says_which(tmp_path):
+    (tmp_path / "b.gguf").write_text("")
+    assert fails(load_model, tmp_path).endswith(
+        f"found none; for the GGUF file in it give {tmp_path / 'b.gguf'}"
+    )
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    """The user that owns everything is refused nothing, so this is played."""
+    tiny.write_folder(tmp_path, tiny.small(), tiny.make_weights(tiny.small()))
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    weights = tmp_path / "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert fails(open_safetensors, tmp_path) == f"{weights}: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "lstat", refuse)
+        assert fails(load_model, tmp_path) == f"{tmp_path}: Permission denied"
+        assert fails(load_tokenizer, tmp_path) == f"{tmp_path}: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        assert fails(load_model, "a/b.gguf") == "a/b.gguf: Permission denied"

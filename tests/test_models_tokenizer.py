@@ -272,6 +272,9 @@ def test_model_without_a_chat_template(from_gguf):
         ("{{ ().__class__.__base__.__subclasses__() }}", "chat template: "),
         ("{{ messages.append(1) }}", "chat template: "),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in '' %}" * 25 + "{% endfor %}" * 25, "SyntaxError"),
+        ("{{ 'x' * 10**18 }}", "MemoryError"),
     ],
 )
 def test_bad_chat_template(source, message):

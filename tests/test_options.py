@@ -26,7 +26,7 @@ MODEL = pj.PagedModel(apply, num_layers=1, num_kv_heads=1, head_dim=8, vocab_siz
 def run(name: str = "generate", **options: Any) -> Any:
     options = dict(max_new_tokens=4, page_size=4) | options
     if name == "rollout":
-        options |= {"num_slots": 2}
+        options = {"num_slots": 2} | options
     prompts = options.pop("prompts", PROMPTS)
     model = options.pop("model", MODEL)
     return getattr(pj, name)(model, None, prompts, **options).tokens
@@ -65,6 +65,80 @@ def test_end_tokens_may_be_an_array_and_traced() -> None:
     assert jax.jit(lambda e: run(eos_ids=e))(jnp.array([8])).tolist() == want
     assert jax.jit(lambda e: run(eos_ids=[e]))(jnp.int32(8)).tolist() == want
     assert run(eos_ids=np.zeros((0,), np.int32)).tolist() == run().tolist()
+
+
+@pytest.mark.parametrize("name", ["generate", "rollout"])
+def test_equal_numbers_and_arrays_of_other_types_trace_nothing_anew(name: str) -> None:
+    traces = []
+
+    def counted(*args: Any) -> Any:
+        traces.append(name)
+        return apply(*args)
+
+    model = pj.PagedModel(counted, 1, 1, 8, vocab_size=VOCAB)
+    sizes = dict(max_new_tokens=4, num_samples=2, page_size=4, num_pages=9)
+    sizes |= {"chunk_size": 8}
+    if name == "rollout":
+        sizes |= {"num_slots": 2, "prefix_entries": 1}
+    shapes: dict[str, Any] = dict(prompts=(2, 4), prompt_lens=(2,), seeds=(2,))
+    shapes |= {"eos_ids": (1,)}
+    if name == "rollout":
+        shapes |= {"budgets": (2,)}
+
+    def run_with(size: Any, full: Any) -> Any:
+        return run(
+            name,
+            model=model,
+            **{key: size(value) for key, value in sizes.items()},
+            **{key: full(shape, 3) for key, shape in shapes.items()},
+            temperature=full((), 1.0),
+        ).tolist()
+
+    want = run_with(int, np.full)
+    assert traces
+    traces.clear()
+    assert jnp.full((2,), 3).weak_type and jnp.full((), 1.0).weak_type
+    assert run_with(int, jnp.full) == want
+    for size in (np.int64, np.array, jnp.int32):
+        assert run_with(size, np.full) == want
+    assert traces == []
+
+
+def test_sizes_of_other_types_make_equal_statics() -> None:
+    for size in (np.int64, np.array, jnp.int32):
+        lookup = pj.PromptLookup(size(2), size(3))
+        assert lookup == pj.PromptLookup(2, 3) and type(lookup.num_tokens) is int
+        model = pj.PagedModel(apply, *map(size, (1, 1, 8, VOCAB, 64)))
+        assert hash(model) == hash(pj.PagedModel(apply, 1, 1, 8, VOCAB, 64))
+        assert pj.DraftModel(model, size(3)) == pj.DraftModel(model, 3)
+        pool = pj.init_kv_pool(
+            num_layers=size(2), num_pages=4, page_size=4, num_kv_heads=1, head_dim=8
+        )
+        assert type(pool.num_layers) is int
+        table = pj.init_page_table(
+            num_pages=8, page_size=size(4), max_slots=2, pages_per_slot=2
+        )
+        assert type(table.page_size) is int
+    for field in ("num_layers", "num_kv_heads", "head_dim", "vocab_size"):
+        sizes = dict(num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=VOCAB)
+        with pytest.raises(ValueError, match=f"{field} must be a whole number >= 1"):
+            pj.PagedModel(apply, **sizes | {field: 0})
+    with pytest.raises(ValueError, match=r"max_seq_len must be .* got 1\.5"):
+        pj.PagedModel(apply, 1, 1, 8, VOCAB, max_seq_len=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *(("generate", key) for key in ("max_new_tokens", "num_samples", "num_beams")),
+        *(("generate", key) for key in ("page_size", "num_pages", "chunk_size")),
+        ("rollout", "num_slots"),
+        ("rollout", "prefix_entries"),
+    ],
+)
+def test_a_traced_size_is_named(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be known when tracing, got"):
+        jax.jit(lambda n: run(name, **{option: n}))(2)
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -43,6 +43,10 @@ def appended(table: pj.PageTable, *num_tokens: int, **options: Any) -> pj.PageTa
         ({"page_size": 1.5}, "page_size must be a whole number >= 1, got 1.5"),
         ({"max_slots": -1}, "max_slots must be a whole number >= 1, got -1"),
         ({"num_pages": 2**29}, r"num_pages \* page_size = 2147483648"),
+        (
+            {"num_pages": np.int32(2**20), "page_size": np.int32(2**12)},
+            r"num_pages \* page_size = 4294967296",
+        ),
         ({"pages_per_slot": 2**29}, r"pages_per_slot \* page_size = 2147483648"),
     ],
 )
@@ -205,12 +209,74 @@ def test_grow_keeps_ids_and_shrink_refuses_to_lose_a_page() -> None:
     assert int(small.num_free) == 0 and pj.check_integrity(small) == []
     with pytest.raises(ValueError, match="1 of the pages from 2 on .* page 2"):
         pj.shrink(table, 2)
-    with pytest.raises(ValueError, match="shrink: num_pages=0 is not between 1 and 8"):
-        pj.shrink(table, 0)
+    with pytest.raises(ValueError, match="shrink: num_pages=9 is above the present 8"):
+        pj.shrink(table, 9)
     with pytest.raises(ValueError, match="grow: num_pages=7 is below the present 8"):
         pj.grow(table, 7)
     with pytest.raises(ValueError, match="does not fit int32"):
         pj.grow(table, 2**30)
+
+
+@pytest.mark.parametrize("resize", [pj.grow, pj.shrink])
+def test_resizing_takes_whole_numbers_of_any_kind_and_no_others(resize: Any) -> None:
+    table = appended(new_table(), 9, 0, 0)
+    want = resize(table, 8)
+    for size in (np.int64(8), np.array(8), jnp.int32(8)):
+        chex.assert_trees_all_equal(resize(table, size), want)
+        chex.assert_trees_all_equal_dtypes(resize(table, size), want)
+    for wrong in (0, 10.5, 8.0, True, np.array([8])):
+        with pytest.raises(ValueError, match="num_pages must be a whole number >= 1"):
+            resize(table, wrong)
+    with pytest.raises(ValueError, match="num_pages must be known when tracing"):
+        jax.jit(resize)(table, 8)
+
+
+def test_the_bound_of_an_append_is_a_whole_number_known_when_tracing() -> None:
+    table, one = new_table(), ints(1, 0, 0)
+    want = appended(table, 1, 0, 0, max_tokens=1)
+    chex.assert_trees_all_equal(appended(table, 1, 0, 0, max_tokens=jnp.int32(1)), want)
+    chex.assert_trees_all_equal(appended(table, 1, 0, 0, max_tokens=2**40), want)
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="max_tokens must be a whole number >= 1"):
+            pj.append(table, one, max_tokens=wrong)
+    for made in (lambda n: n, lambda n: jnp.int32(1)):
+        with pytest.raises(ValueError, match="max_tokens must be known when tracing"):
+            jax.jit(lambda n, made=made: pj.append(table, one, max_tokens=made(n)))(1)
+
+
+def test_what_is_read_off_a_table_outlives_it() -> None:
+    """The table is donated to the next step, and what was read before is not."""
+    step = jax.jit(lambda table: pj.append(table, ints(1, 1, 1))[0], donate_argnums=0)
+    table = appended(new_table(), 9, 0, 0)
+    counts = pj.num_free_pages(table), pj.num_used_pages(table)
+    step(table)
+    assert table.num_free.is_deleted()
+    assert [int(count) for count in counts] == [5, 3]
+    table = appended(new_table(), 9, 0, 0)
+    held, made = (
+        {array.unsafe_buffer_pointer() for array in jax.tree.leaves(tree)}
+        for tree in (table, (pj.grow(table, 9), pj.shrink(table, 4)))
+    )
+    assert not held & made
+
+
+def test_weakly_typed_arguments_leave_nothing_weak() -> None:
+    """A table of weak types would compile its step anew."""
+
+    def fill(value: int, *shape: int) -> jax.Array:
+        array = jnp.full(shape, value)
+        assert array.weak_type
+        return array
+
+    table, plan, ok = pj.append(new_table(), fill(4, 3), priority=fill(1, 3))
+    table = pj.truncate(table, fill(4, 3))
+    table = pj.free(table, jnp.array([False, True, True]))
+    table = pj.fork(table, fill(0, 1), fill(1, 1), fill(4, 1))
+    table = pj.attach(table, fill(2), fill(0, table.pages_per_slot), fill(4))
+    table = pj.dec_ref(pj.inc_ref(table, fill(0, 1)), fill(0, 1))
+    table = pj.reorder(table, fill(0, 3))
+    results = (table, plan, ok, pj.translate(table, fill(0, 2), fill(1, 2)))
+    assert not any(array.weak_type for array in jax.tree.leaves(results))
 
 
 def test_utilization_counts_a_shared_token_once() -> None:

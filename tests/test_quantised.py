@@ -205,23 +205,37 @@ def test_xla_attention_matches_the_oracle(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_have_the_gradient_of_the_same_pages_in_float(dtype: str) -> None:
-    arrays = small_ragged(head_dim=DIM)
-    args, whole = quantised_call(arrays, dtype)
+@pytest.mark.parametrize("ragged", [False, True], ids=["decode", "ragged"])
+def test_gradients_are_those_of_the_same_pages_in_float(
+    dtype: str, ragged: bool
+) -> None:
+    """Of queries and scales: pages are whole numbers, without a gradient."""
+    arrays = (small_ragged if ragged else small_decode)(head_dim=DIM)
+    args, _ = quantised_call(arrays, dtype)
+    attention = pj.ragged_paged_attention if ragged else pj.paged_attention
+    places = [args[name] for name in ("table", "lens", "cu") if name in args]
+    owned = arrays.owned()[..., None]
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array, **scales: Any) -> jax.Array:
-        out = pj.ragged_paged_attention(
-            q, k, v, args["table"], args["lens"], args["cu"], **scales
-        )
+    def loss(out: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(out))
 
-    scales = {name: args[name] for name in ("k_scales", "v_scales")}
-    got = jax.grad(loss)(args["q"], args["k"], args["v"], **scales)
-    want = jax.grad(loss)(
-        args["q"], *(jnp.asarray(whole[name], jnp.float32) for name in ("k", "v"))
-    )
-    assert np.abs(want).max() > 0.01
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    def stored(q: jax.Array, k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        return loss(attention(q, args["k"], args["v"], *places, **scales))
+
+    def whole(q: jax.Array, k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
+        k, v = (
+            jnp.where(owned[..., None], pages.astype(jnp.float32), 0.0)
+            * jnp.where(owned, scales, 0.0)[..., None]
+            for pages, scales in ((args["k"], k_scales), (args["v"], v_scales))
+        )
+        return loss(attention(q, k, v, *places))
+
+    given = [args[name] for name in ("q", "k_scales", "v_scales")]
+    got, want = (jax.grad(f, argnums=(0, 1, 2))(*given) for f in (stored, whole))
+    for mine, theirs in zip(got, want, strict=True):
+        assert np.abs(theirs).max() > 0.01
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

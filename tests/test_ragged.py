@@ -131,6 +131,23 @@ def test_a_decode_batch_holds_the_last_token_of_each_active_slot() -> None:
     assert batch.last_rows.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("pack", ["decode", "ragged"])
+def test_a_batch_made_outside_of_jit_does_not_share_the_table(pack: str) -> None:
+    """Both may be donated to the step, or the table alone before the batch is used."""
+    table, q_lens = table_of(7, 5, 0, 1), ints(1, 1, 0, 1)
+    if pack == "decode":
+        batch = pj.pack_decode(table, q_lens > 0)
+    else:
+        batch = pj.pack_ragged(table, q_lens, num_tokens=SLOTS, seq_lens=table.seq_lens)
+    held = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(table)}
+    made = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(batch)}
+    assert not held & made
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    step(table)
+    assert table.page_indices.is_deleted()
+    assert batch.page_indices.tolist() == table_of(7, 5, 0, 1).page_indices.tolist()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -267,6 +267,8 @@ def test_modes():
         ({"top_k": -1}, "top_k must be a whole number >= 0, got -1"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"top_k": 2**31}, "top_k must be a whole number"),
+        ({"top_k": float("inf")}, "top_k must be a whole number"),
+        ({"top_k": jnp.float32(1.5)}, "top_k must be a whole number"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p must be in \(0, 1\]"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\]"),
@@ -275,6 +277,63 @@ def test_modes():
 def test_numbers_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         init_sampling(**options)
+
+
+def test_numbers_may_be_arrays():
+    """And what is made of them is the sampling's own, to be donated or kept."""
+    half, three = jnp.asarray(0.5, jnp.float32), jnp.int32(3)
+    sampling = init_sampling(temperature=half, top_k=three, top_p=half)
+    assert sampling.mode == "filtered" and int(sampling.top_k) == 3
+    arrays = [half, three, *jax.tree.leaves(sampling)]
+    assert len({array.unsafe_buffer_pointer() for array in arrays}) == 5
+
+
+@pytest.mark.parametrize("mode", ["greedy", "plain", "filtered"])
+@pytest.mark.parametrize(
+    ("shape", "keys", "error", "message"),
+    [
+        ((4, 50), 1, ValueError, r"keys must be one for each of the 4 rows.*\(1,\)"),
+        ((1, 50), 4, ValueError, r"keys must be one for each of the 1 rows.*\(4,\)"),
+        ((6, 50), 3, ValueError, r"keys must be one for each of the 6 rows.*\(3,\)"),
+        ((2, 50), (), ValueError, r"keys must be one for each of the 2 rows.*\(\)"),
+        ((2, 50), (2, 1), ValueError, r"keys must be one for each .*\(2, 1\)"),
+        (
+            (50,),
+            (),
+            ValueError,
+            r"logits must have shape \[rows, tokens\], got \(50,\)",
+        ),
+        ((2, 0), 2, ValueError, r"logits must have shape .* got \(2, 0\)"),
+        (
+            (2, 50),
+            jnp.zeros((2,), jnp.uint32),
+            ValueError,
+            r"keys .*\(2,\) of raw keys",
+        ),
+        ((2, 50), jnp.zeros((2, 2)), TypeError, r"keys must be random keys.*float32"),
+        ((2, 50), None, TypeError, "keys must be random keys.*None"),
+    ],
+)
+def test_keys_that_do_not_go_with_the_logits(shape, keys, error, message, mode):
+    """One key for all rows would draw alike in each of them."""
+    if isinstance(keys, int | tuple):
+        keys = jax.random.split(jax.random.key(0), keys)
+    sampling = {
+        "greedy": init_sampling(),
+        "plain": init_sampling(temperature=1.0),
+        "filtered": init_sampling(temperature=1.0, top_k=5),
+    }[mode]
+    with pytest.raises(error, match=message):
+        jax.eval_shape(sample, jnp.zeros(shape), keys, sampling)
+
+
+def test_raw_keys_draw_what_the_keys_themselves_do():
+    logits = jnp.zeros((4, BIG))
+    raw = jax.random.split(jax.random.PRNGKey(3), 4)
+    plain = init_sampling(temperature=1.0)
+    got = draw(logits, raw, plain)
+    assert got.dtype == jnp.int32 and len(set(got.tolist())) == 4
+    assert got.tolist() == draw(logits, jax.random.wrap_key_data(raw), plain).tolist()
 
 
 @pytest.mark.parametrize("vocab", [7, 256, 768, BIG])
@@ -308,3 +367,18 @@ def test_log_probabilities():
         np.testing.assert_allclose(
             got, want[np.arange(6), np.asarray(tokens)], rtol=1e-5, atol=tolerance
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "error", "message"),
+    [
+        ((4, 7), [1], ValueError, r"shape \(1,\) .*tokens"),
+        ((1, 7), [1, 2], ValueError, r"shape \(2,\) .*tokens"),
+        ((2, 7), [[1], [2]], ValueError, r"shape \(2, 1\) .*tokens"),
+        ((7,), 1, ValueError, r"logits must have shape .* got \(7,\)"),
+        ((2, 7), [1.0, 2.0], TypeError, "tokens must be int32"),
+    ],
+)
+def test_tokens_that_do_not_go_with_the_logits(shape, tokens, error, message):
+    with pytest.raises(error, match=message):
+        token_logprobs(jnp.zeros(shape), jnp.asarray(tokens))

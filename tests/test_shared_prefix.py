@@ -99,3 +99,11 @@ def test_mistakes_are_named() -> None:
         pj.shared_prefix_attention(q, *rest, group_size=0)
     with pytest.raises(ValueError, match="3 heads of q must be a multiple of the 2"):
         pj.shared_prefix_attention(q[:, :3], *rest, group_size=3)
+    k_pages, v_pages, table, lens = rest
+    for bad, error, message in (
+        ((q[0], *rest), ValueError, "q must be"),
+        ((q, k_pages, v_pages, table + 0.7, lens), TypeError, "page_indices must hold"),
+        ((q, k_pages, v_pages, table, lens[:5]), ValueError, "seq_lens has 5 slots"),
+    ):
+        with pytest.raises(error, match=message):
+            pj.shared_prefix_attention(*bad, group_size=3)

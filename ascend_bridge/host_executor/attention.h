@@ -96,7 +96,7 @@ struct Kernels {
 };
 
 // The best kernels of this processor; the environment variable
-// PAGEDJAX_HOST_ISA=base|avx2|avx512|neon asks for others (for tests).
+// PAGEDJAX_HOST_ISA=base|avx2|avx512|amx|neon asks for others (for tests).
 const Kernels& kernels();
 
 // All that run on this processor, the best first; `count` receives their number.

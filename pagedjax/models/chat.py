@@ -11,6 +11,19 @@ from pagedjax.models.json_file import read_text
 
 __all__ = ["ChatTemplate", "chat_template_from_folder"]
 
+# What running a template can raise besides jinja2's own: it is a program. One that
+# calls itself without end is a RuntimeError, one too deep to compile a SyntaxError.
+_TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
@@ -62,7 +75,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ModelError(f"chat template: {error}") from error
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             if isinstance(error, ModelError):
                 raise
             raise ModelError(

@@ -43,6 +43,7 @@ _SCALARS = {
     12: ("<d", "<f8"),
 }
 _STRING, _ARRAY = 8, 9
+_MAGIC = b"GGUF"
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32
 
@@ -150,6 +151,11 @@ def open_gguf(path: Path) -> GGUFFile:
         data = np.memmap(path, np.uint8, "r").data if size else memoryview(b"")
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}") from error
+    if path.suffix.lower() != ".gguf" and bytes(data[:4]) != _MAGIC:
+        message = f"{path}: not a GGUF file: give one, or the folder of a model"
+        if (path.parent / "config.json").is_file():
+            message += f", such as {path.parent}"
+        raise ModelError(message)
     try:
         return _parse(path, _Cursor(data))
     except _Damaged as error:
@@ -206,7 +212,7 @@ class _Cursor:
 
 def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     """Parse header, metadata and tensor places."""
-    if len(cursor.data) < 4 or bytes(cursor.take(4, "magic")) != b"GGUF":
+    if len(cursor.data) < 4 or bytes(cursor.take(4, "magic")) != _MAGIC:
         raise _Damaged("it does not start with GGUF")
     version = cursor.number("<I", "version")
     if version not in (2, 3):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,7 @@ def load_model(
     dtype = _check_dtype(dtype)
     path = find_model_file(name_or_path)
     if path.is_dir():
+        _check_folder(path)
         config, read = huggingface_checkpoint(path, open_safetensors(path))
         tokenizer = tokenizer_from_folder(path)
     else:
@@ -126,6 +128,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     """
     path = find_model_file(name_or_path)
     if path.is_dir():
+        _check_folder(path)
         return tokenizer_from_folder(path)
     return tokenizer_from_gguf(open_gguf(path))
 
@@ -155,7 +158,8 @@ def find_model_file(name_or_path: str | Path) -> Path:
         if name and path.exists():
             return path
     except (OSError, ValueError) as error:  # a name too long, or with a NUL byte
-        raise ModelError(f"{name}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{name}: {reason}") from error
     if isinstance(name_or_path, Path) or path.suffix in (".gguf", ".safetensors"):
         raise ModelError(f"{name}: no such file")
     if _HUB_ID.fullmatch(name):
@@ -191,6 +195,17 @@ def _download(hub_id: str) -> Path:
             f"{hub_id}: cannot download it, and there is no such path: {reason}"
         ) from error
     return Path(folder)
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a folder that cannot be read, whose files all seem not to be there."""
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                (path / entry.name).lstat()
+                break
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
 
 
 def _check_dtype(dtype: Any) -> np.dtype:

@@ -95,9 +95,10 @@ def _files(folder: Path) -> list[Path]:
         if len(files) == 1:
             return files
         found = ", ".join(file.name for file in files[:3]) or "none"
-        raise ModelError(
-            f"{folder}: expected {_INDEX} or one .safetensors file, found {found}"
-        )
+        message = f"expected {_INDEX} or one .safetensors file, found {found}"
+        for file in sorted(folder.glob("*.gguf"))[:1]:
+            message += f"; for the GGUF file in it give {file}"
+        raise ModelError(f"{folder}: {message}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is missing")
@@ -113,8 +114,12 @@ def _open(path: Path) -> Any:
     """Open one file with the package, turning its errors into ours."""
     safetensors = require("safetensors")
     try:
-        return safetensors.safe_open(path, framework="numpy")
+        path.open("rb").close()  # the package calls every failure a missing file
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file") from error
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
+    try:
+        return safetensors.safe_open(path, framework="numpy")
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"{path}: damaged safetensors file: {error}") from error
