@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax import _page_ops as ops
-from pagedjax._generation import Status
+from pagedjax._generation_state import Status
 from pagedjax._kv_pool import KVPool
 from pagedjax._page_table import PageTable
 from pagedjax._prefix_index import PrefixIndex

@@ -27,10 +27,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pagedjax import _options as options
 from pagedjax import _page_ops as ops
+from pagedjax._arguments import check_arguments, check_model
 from pagedjax._beam import best_beams, init_beam_rule
 from pagedjax._generation import proceed, start
 from pagedjax._generation_state import GenerationState, PageStats, Status
@@ -262,6 +262,9 @@ def continue_generation(
       >>> pj.Status.RUNNING.value
       0
     """
+    check_model(model)
+    if draft_params is not None and (state.drafts is None or state.drafts.pool is None):
+        raise ValueError("draft_params are those of a DraftModel, and none drafts here")
     num_steps = min(ops.as_size("num_steps", num_steps), ops.INT32_MAX)
     return _continue_jit(params, state, jnp.int32(num_steps), draft_params, model=model)
 
@@ -366,7 +369,7 @@ def _prepare(
     elif options.differs(length_penalty, 1.0) or options.differs(early_stopping, False):
         raise ValueError("length_penalty and early_stopping need num_beams")
     check_draft(draft, draft_params, model, is_beam_search=rule is not None)
-    arrays, statics = _check_arguments(
+    arrays, statics = check_arguments(
         model,
         prompts,
         prompt_lens,
@@ -388,71 +391,6 @@ def _prepare(
         "drafter": draft,
         "draft_params": draft_params,
     }
-
-
-def _check_arguments(
-    model: PagedModel,
-    prompts: Any,
-    prompt_lens: Any,
-    key: jax.Array | None,
-    seeds: Any,
-    eos_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    num_samples: int,
-    page_size: int,
-    num_pages: int | None,
-    chunk_size: int,
-) -> tuple[tuple[jax.Array, ...], dict[str, int]]:
-    """Completes and checks the arguments; gives the arrays and the static sizes."""
-    if not isinstance(model, PagedModel):
-        raise TypeError(
-            f"model must be a PagedModel, as `paged` gives, got {type(model).__name__}"
-        )
-    prompts = ops.as_int32("prompts", prompts, (None, None))
-    batch, length = prompts.shape
-    for axis, size in enumerate(prompts.shape):
-        ops.as_size(f"prompts.shape[{axis}]", size)
-    max_new_tokens = ops.as_size("max_new_tokens", max_new_tokens)
-    num_samples = ops.as_size("num_samples", num_samples)
-    page_size = ops.as_size("page_size", page_size)
-    chunk_size = ops.as_size("chunk_size", chunk_size)
-    if prompt_lens is None:
-        prompt_lens = np.full((batch,), length, np.int32)
-    prompt_lens = ops.as_int32("prompt_lens", prompt_lens, (batch,))
-    limit = model.max_seq_len
-    if not isinstance(prompt_lens, jax.core.Tracer):
-        # NumPy's: under an outer jit even a concrete array's min() is traced.
-        lens = np.asarray(prompt_lens)
-        low, high = int(lens.min()), int(lens.max())
-        if low < 0 or high > length:
-            raise ValueError(
-                f"prompt_lens must be between 0 and {length}, got {low} to {high}"
-            )
-        if limit is not None and high > limit:
-            raise ValueError(
-                f"a prompt of {high} tokens is longer than the model's context of"
-                f" {limit}"
-            )
-    seeds = np.arange(batch, dtype=np.int32) if seeds is None else seeds
-    seeds = ops.as_int32("seeds", seeds, (batch,))
-    key, ends = options.as_key(key), options.as_token_ids("eos_ids", eos_ids)
-    longest = length + max_new_tokens
-    longest = longest if limit is None else min(longest, max(limit, length))
-    if num_pages is None:
-        # A prompt's pages are shared; each sample adds its own tokens and, at the
-        # seam, its copy of the prompt's last page.
-        own = ops.num_pages_of(max_new_tokens, page_size) + 1
-        num_pages = batch * (ops.num_pages_of(length, page_size) + num_samples * own)
-    num_pages = ops.as_size("num_pages", num_pages)
-    return (prompts, prompt_lens, key, seeds, ends), dict(
-        max_new_tokens=max_new_tokens,
-        num_samples=num_samples,
-        page_size=page_size,
-        num_pages=num_pages,
-        pages_per_slot=ops.num_pages_of(longest, page_size),
-        chunk_size=min(chunk_size, batch * length),
-    )
 
 
 def _run(params: Any, *, model: PagedModel, **arguments: Any) -> Generation:

@@ -27,11 +27,11 @@ import numpy as np
 
 from pagedjax import _options as options
 from pagedjax import _page_ops as ops
-from pagedjax._generation import PagedModel
+from pagedjax._arguments import check_arguments
+from pagedjax._paged_model import PagedModel
 from pagedjax._rollout import run_rollout
 from pagedjax._rollout_state import RolloutStats, finish_stats
 from pagedjax._sampling import init_sampling
-from pagedjax.generate import _check_arguments
 
 __all__ = ["Rollout", "RolloutStats", "rollout"]
 
@@ -157,7 +157,7 @@ def rollout(
       >>> out.stats.admitted_at.ravel().tolist(), int(out.stats.num_steps)
       ([0, 0, 2], 5)
     """
-    arrays, statics = _check_arguments(
+    arrays, statics = check_arguments(
         model,
         prompts,
         prompt_lens,

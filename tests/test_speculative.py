@@ -310,11 +310,22 @@ def test_other_numbers_compile_nothing():
             {"draft": pj.DraftModel(pj.PagedModel(bigrams, 1, 1, 4, 7))},
             "vocabulary of 7 tokens, the model one of 40",
         ),
+        ({"draft_params": 1}, "draft_params are those of a DraftModel, given as draft"),
+        ({"draft": LOOKUP, "draft_params": 1}, "draft_params are those of a DraftMo"),
     ],
 )
 def test_arguments_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
         run(**options)
+
+
+def test_going_on_names_what_does_not_go_with_the_state():
+    for how in ({}, {"draft": LOOKUP}):
+        state = run(call=pj.start_generation, **how)
+        with pytest.raises(ValueError, match="draft_params .* none drafts here"):
+            pj.continue_generation(MODEL, PARAMS, state, num_steps=1, draft_params=1)
+        with pytest.raises(TypeError, match="model must be a PagedModel"):
+            pj.continue_generation(object(), PARAMS, state, num_steps=1)
 
 
 def test_drafters_of_the_wrong_kind():

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 
 from pagedjax import _page_ops as ops
 from pagedjax._kv_pool import KVPool
+from pagedjax._paged_model import PagedModel
 from pagedjax._ragged import RaggedBatch, attend
-from pagedjax.generate import PagedModel
 from pagedjax.models._tensor_parallel import shard_params
 from pagedjax.models.config import LlamaConfig, rope_frequencies
 from pagedjax.nnx import FunctionalModel, functional
