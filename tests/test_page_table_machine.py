@@ -11,7 +11,6 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from hypothesis.stateful import (
 from table_model import TableModel
 
 import pagedjax as pj
-from pagedjax import _page_ops, _page_table
 
 RUNS = int(os.environ.get("PAGEDJAX_MACHINE_RUNS", "670"))
 STEPS = 60
@@ -282,10 +280,7 @@ def _unchecked(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def traced(*arguments: Any, **options: Any) -> Any:
-        with (
-            mock.patch.object(_page_ops, "check_each", lambda *_: None),
-            mock.patch.object(_page_table, "debug_check", lambda *_, **__: None),
-        ):
+        with pj.without_checks():
             return step(*arguments, **options)
 
     return traced
