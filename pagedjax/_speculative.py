@@ -267,7 +267,8 @@ def check_draft(
       ValueError: it does not go with the other arguments.
     """
     if draft is None:
-        _refuse_params(draft_params)
+        if draft_params is not None:
+            raise ValueError("draft_params needs draft")
         return
     if not isinstance(draft, PromptLookup | DraftModel):
         raise TypeError(
@@ -276,7 +277,8 @@ def check_draft(
     if is_beam_search:
         raise ValueError("draft and num_beams cannot be given together")
     if isinstance(draft, PromptLookup):
-        _refuse_params(draft_params)
+        if draft_params is not None:
+            raise ValueError("draft_params are a DraftModel's; draft is a PromptLookup")
         return
     if not isinstance(draft.model, PagedModel):
         raise TypeError(
@@ -287,8 +289,3 @@ def check_draft(
             f"the draft model has a vocabulary of {draft.model.vocab_size} tokens, the"
             f" model one of {model.vocab_size}"
         )
-
-
-def _refuse_params(draft_params: Any) -> None:
-    if draft_params is not None:
-        raise ValueError("draft_params are those of a DraftModel, given as draft")
